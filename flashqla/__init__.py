@@ -1,0 +1,46 @@
+"""Gated delta rule (GDN) of Qwen models on NVIDIA Hopper: the op, its PyTorch reference, tools to verify and time it.
+
+Public names load on first use, so that `import flashqla` needs neither a GPU nor torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashqla.ops import FallbackWarning, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, explain, strict
+
+    __version__: str
+
+__all__ = [
+    "FallbackWarning",
+    "__version__",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_fwd",
+    "explain",
+    "strict",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "__version__":
+        value: Any = _version()
+    else:
+        from flashqla import ops
+
+        value = getattr(ops, name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("flashqla")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return "0+unknown"

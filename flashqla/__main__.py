@@ -1,0 +1,5 @@
+"""`python -m flashqla`."""
+
+from flashqla.cli.app import main
+
+main()

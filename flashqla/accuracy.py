@@ -1,0 +1,232 @@
+"""Outputs against the float64 truth: errors per tensor, and the error that is allowed.
+
+The truth is the token recurrence in float64. Above 4096 tokens per sequence its one step per token would take seconds,
+and the chunk form in float64 stands in, which tests and `verify` hold to the recurrence within 1e-9.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashqla.inputs import Inputs, take_heads
+from flashqla.records import TensorErrors
+from flashqla.reference import chunk_gated_delta_rule_reference, recurrent_gated_delta_rule
+
+FLOOR = 5e-3  # two roundings to bfloat16, each up to 2^-9 of a value
+EXACT = 1e-9  # float64 against float64: rounding, times the condition of the chunk inverse
+PEER_FACTOR = 1.1
+REFERENCE_FACTOR = 1.5  # over the chunk form in PyTorch, whose operands are not rounded to 16 bits on the way
+CHECK = 2e-2  # before timing: tells a wrong result from a rounded one, and no more
+STABLE_STEP = 2.0 + 2.0**-6  # beta |k|^2 above 2 grows the state; keys in bfloat16 have norms a little off 1
+
+RECURRENCE_TOKENS = 4096  # per sequence
+TRUTH_BYTES = 16 * 2**30  # at once; heads are taken in groups that fit
+TOKEN_BYTES = 8 * 2**10  # per head: inputs, outputs and their copies in float64
+BLOCK_BYTES = 400 * 2**20  # per head: intermediates of a block of tokens
+BLOCK = 2**24  # elements that are compared at once
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Outputs in float64, and how they came about."""
+
+    outputs: dict[str, Tensor]
+    recurrence: bool
+    unstable: str | None  # why errors mean nothing: the rule itself diverges on these inputs
+
+    @property
+    def name(self) -> str:
+        return "float64 recurrence" if self.recurrence else "float64 chunk form"
+
+
+def truth(inputs: Inputs) -> Truth:
+    """What the op must give on these inputs, rows past the last offset as zeros."""
+    case = inputs.case
+    recurrence = max(case.lengths) <= RECURRENCE_TOKENS
+    rows = inputs.v.shape[0] * inputs.v.shape[1]
+    group = max(1, min(case.hv, TRUTH_BYTES // (BLOCK_BYTES + TOKEN_BYTES * rows)))
+    parts = []
+    for first in range(0, case.hv, group):
+        heads = range(first, min(first + group, case.hv))
+        parts.append(_run(inputs if group == case.hv else take_heads(inputs, heads), recurrence, torch.float64))
+    o = torch.cat([part["o"] for part in parts], dim=2)
+    states = [part["final_state"] for part in parts if "final_state" in part]
+    outputs = {"o": o} | ({"final_state": torch.cat(states, dim=1)} if states else {})
+    return Truth(outputs, recurrence, instability(inputs))
+
+
+def reference_errors(inputs: Inputs, right: Truth) -> dict[str, TensorErrors]:
+    """Errors that the chunk form in PyTorch makes on the same inputs, with outputs in the dtypes of the op."""
+    return errors(_run(inputs, False, None), right.outputs, inputs.case.tokens)
+
+
+def quick_truth(inputs: Inputs, heads: Sequence[int]) -> dict[str, Tensor]:
+    """Outputs of some value heads by the chunk form in float32: enough to tell whether a result is wrong."""
+    return _run(take_heads(inputs, heads), False, torch.float32)
+
+
+def some_heads(inputs: Inputs) -> tuple[int, ...]:
+    """The first value head and the last, which in the Qwen head counts is one that does not decay under mixed gates."""
+    return tuple(dict.fromkeys((0, inputs.case.hv - 1)))
+
+
+def heads_of(outputs: Mapping[str, Tensor], heads: Sequence[int]) -> dict[str, Tensor]:
+    """Outputs of some value heads."""
+    axis = {"o": 2, "final_state": 1}
+    return {name: x.index_select(axis[name], torch.tensor(heads, device=x.device)) for name, x in outputs.items()}
+
+
+def errors(outputs: Mapping[str, Tensor], right: Mapping[str, Tensor], tokens: int) -> dict[str, TensorErrors]:
+    """Errors of every output that `right` has. `tokens`: rows of a packed o that count; those past them do not.
+
+    Raises KeyError for an output that is missing, ValueError for one of another shape.
+    """
+    found = {}
+    for name, expected in right.items():
+        output = outputs[name]
+        if name == "o" and expected.shape[0] == 1:
+            output, expected = output[:, :tokens], expected[:, :tokens]
+        found[name] = tensor_errors(output, expected)
+    return found
+
+
+def tensor_errors(output: Tensor, right: Tensor) -> TensorErrors:
+    """Relative L2, largest absolute difference and cosine, in float64. NaN and inf are counted, and leave no number.
+
+    Entries that are the same infinity in both are no error, and are left out. Against zeros the error is absolute.
+    """
+    if output.shape != right.shape:
+        raise ValueError(f"an output of shape {list(output.shape)}, and {list(right.shape)} expected")
+    sums = torch.zeros(4, dtype=torch.float64, device=right.device)
+    largest, nan, inf = sums[0].clone(), sums[0].clone(), sums[0].clone()
+    for x, y in zip(output.reshape(-1).split(BLOCK), right.reshape(-1).split(BLOCK), strict=True):
+        x, y = x.double(), y.double()
+        same = torch.isinf(x) & (x == y)
+        x, y = x.masked_fill(same, 0.0), y.masked_fill(same, 0.0)
+        off = x - y
+        sums += torch.stack([off.dot(off), y.dot(y), x.dot(x), x.dot(y)])
+        nan += x.isnan().sum()
+        inf += x.isinf().sum()
+        if x.numel():
+            largest = torch.maximum(largest, off.abs().max())
+    off_square, y_square, x_square, dot, highest, nans, infs = torch.stack([*sums, largest, nan, inf]).tolist()
+    if nans or infs:
+        return TensorErrors(rel_l2=None, max_abs=None, cosine=None, nan=int(nans), inf=int(infs))
+    norms = (x_square * y_square) ** 0.5
+    return TensorErrors(
+        rel_l2=(off_square / (y_square or 1.0)) ** 0.5, max_abs=highest, cosine=dot / norms if norms else None
+    )
+
+
+def bounds(
+    found: Mapping[str, TensorErrors],
+    peers: Sequence[Mapping[str, TensorErrors]],
+    reference: Callable[[], Mapping[str, TensorErrors]],
+) -> dict[str, float]:
+    """Allowed relative L2 error per output of `found`.
+
+    With peers 1.1 times the error of the best of them, else 1.5 times that of the chunk form in PyTorch, up to 2e-2;
+    neither is asked to be below 5e-3. `reference` gives the errors of the chunk form, and is only called for an error
+    above that.
+    """
+    allowed = {}
+    for name, error in found.items():
+        theirs = [own for peer in peers if name in peer and (own := peer[name].rel_l2) is not None]
+        if theirs:
+            allowed[name] = max(FLOOR, PEER_FACTOR * min(theirs))
+        elif _ratio(error, FLOOR) <= 1.0:
+            allowed[name] = FLOOR
+        else:
+            own = reference()[name].rel_l2
+            allowed[name] = max(FLOOR, min(CHECK, REFERENCE_FACTOR * (own or 0.0)))
+    return allowed
+
+
+def nearest(found: Mapping[str, TensorErrors], allowed: Mapping[str, float]) -> float | None:
+    """The bound that decides: that of the output which comes nearest to its own, or exceeds it most."""
+    ratios = {name: _ratio(found[name], bound) for name, bound in allowed.items() if name in found}
+    return allowed[max(ratios, key=lambda name: ratios[name])] if ratios else None
+
+
+def within(found: Mapping[str, TensorErrors], allowed: Mapping[str, float]) -> bool:
+    """Whether every output is there and within its bound."""
+    return all(name in found and _ratio(found[name], bound) <= 1.0 for name, bound in allowed.items())
+
+
+def instability(inputs: Inputs) -> str | None:
+    """Why the rule itself diverges on these inputs, None where it does not."""
+    tokens = inputs.case.tokens if inputs.case.packed else inputs.v.shape[1]
+    g, beta, k = (x[:, :tokens].float() for x in (inputs.g, inputs.beta, inputs.k))
+    if g.numel() == 0:
+        return None
+    if g.max() > 0:
+        return f"outside the stable range: a gate of {g.max().item():.3g}, above 0"
+    if not inputs.case.l2norm:
+        step = (beta * k.square().sum(-1).repeat_interleave(inputs.case.hv // inputs.case.hk, dim=2)).max().item()
+        if step > STABLE_STEP:
+            return f"outside the stable range: beta |k|^2 of {step:.3g}, above 2"
+    return None
+
+
+def contract(outputs: Mapping[str, Tensor], inputs: Inputs) -> list[str]:
+    """What is wrong with outputs besides their values: dtypes, and rows past the last offset that are not 0."""
+    problems = []
+    if outputs["o"].dtype != inputs.v.dtype:
+        problems.append(f"o is {outputs['o'].dtype}, v is {inputs.v.dtype}")
+    state = outputs.get("final_state")
+    if state is not None and state.dtype != torch.float32:
+        problems.append(f"final_state is {state.dtype}, not float32")
+    if inputs.case.final_state != (state is not None):
+        problems.append("final_state is there without being asked for, or missing")
+    if outputs["o"].shape != inputs.v.shape:
+        problems.append(f"o has shape {list(outputs['o'].shape)}, v {list(inputs.v.shape)}")
+    elif inputs.case.tail and outputs["o"][:, inputs.case.tokens :].count_nonzero():  # NaN counts as not zero
+        problems.append("rows of o past the last offset are not 0")
+    return problems
+
+
+def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that `same` can be asked about later."""
+    return {name: x.clone() for name, x in tensors.items()}
+
+
+def same(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Whether tensors are equal bit by bit; NaNs of equal bits are equal."""
+    if before.keys() != after.keys():
+        return False
+    return all(torch.equal(_bits(x), _bits(after[name])) for name, x in before.items())
+
+
+def _run(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    case = inputs.case
+    arguments: dict[str, Any] = {
+        "q": inputs.q,
+        "k": inputs.k,
+        "v": inputs.v,
+        "g": inputs.g,
+        "beta": inputs.beta,
+        "scale": inputs.scale,
+        "initial_state": inputs.initial_state,
+        "output_final_state": case.final_state,
+        "cu_seqlens": inputs.cu_seqlens,
+        "state_v_first": case.state_v_first,
+        "use_qk_l2norm_in_kernel": case.l2norm,
+    }
+    with torch.no_grad():
+        if recurrence:
+            o, final_state = recurrent_gated_delta_rule(**arguments, dtype=dtype or torch.float64)
+        else:
+            o, final_state = chunk_gated_delta_rule_reference(**arguments, dtype=dtype)
+    return {"o": o} if final_state is None else {"o": o, "final_state": final_state}
+
+
+def _ratio(error: TensorErrors, bound: float) -> float:
+    return float("inf") if error.rel_l2 is None else error.rel_l2 / bound
+
+
+def _bits(x: Tensor) -> Tensor:
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(integers[x.element_size()])

@@ -1,0 +1,402 @@
+"""Implementations of the op behind one protocol: ours, three peers, and PyTorch.
+
+`prepare` does everything that is not the op: layouts, the peer's own gate and state conventions, workspace, compilation
+and a first call. The call it returns does the op alone and gives outputs in our conventions, through views where the
+peer's differ, so that nothing but the op is timed.
+
+Peers are imported inside their adapters only.
+"""
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from flashqla.cases import Case, Direction
+from flashqla.device import HOPPER, PEERS
+from flashqla.errors import ArgumentError
+from flashqla.inputs import Inputs
+from flashqla.ops import chunk_gated_delta_rule, explain, strict
+from flashqla.reference import chunk_gated_delta_rule_reference, recurrent_gated_delta_rule
+
+Outputs = dict[str, Tensor]  # "o" [B, T, hv, V], and "final_state" [N, hv, K, V] (V, K when V-first) if asked for
+Call = Callable[[], Outputs]
+Compiles = Literal["per head count", "once", "never"]
+
+RECURRENT_TOKENS = 4096  # per sequence; a loop over more takes seconds
+BACKWARD = "backward is not measured yet"
+
+
+class Backend(Protocol):
+    """One implementation on one device."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def hint(self) -> str:
+        """What to do when it is missing."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a call leaves the host alone, so that a CUDA graph can hold it."""
+
+    @property
+    def compiles(self) -> Compiles:
+        """When it compiles. Per head count implies a cache on disk, through which another process can do it."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it computes in float64, and so must equal the recurrence to rounding."""
+
+    @property
+    def contract(self) -> bool:
+        """Whether it promises what our op promises besides values: dtypes, and zeros past the last offset."""
+
+    def missing(self) -> str | None:
+        """Why it cannot run here."""
+
+    def unsupported(self, case: Case, direction: Direction) -> str | None:
+        """Why it cannot take this case."""
+
+    def prepare(self, inputs: Inputs, direction: Direction) -> Call:
+        """A call that runs the op on `inputs`; it has run once, so compiling is over."""
+
+    def kernels(self, inputs: Inputs) -> list[str]:
+        """What runs: an implementation with the switches that select it, or the names of kernels."""
+
+
+def create(names: Sequence[str], device: str, *, exact: bool = False) -> tuple[Backend, ...]:
+    """Backends by name, each once. exact: the chunk form in PyTorch computes in float64, which proves its algebra.
+
+    Raises ArgumentError for an unknown name.
+    """
+    makers: dict[str, Callable[[], Backend]] = {
+        "flashqla": lambda: Flashqla(device),
+        "fla": lambda: Fla(device),
+        "flashinfer": lambda: FlashInfer(device),
+        "flash-qla": lambda: FlashQla(device),
+        "torch-chunked": lambda: TorchChunked(device, exact),
+        "torch-recurrent": lambda: TorchRecurrent(device),
+    }
+    for name in names:
+        if name not in makers:
+            raise ArgumentError(f"unknown backend {name}", given=name, supported=", ".join(makers))
+    return tuple(makers[name]() for name in dict.fromkeys(names))
+
+
+def defaults(command: str, device: str) -> tuple[str, ...]:
+    """Names of the backends that `command` ("bench" or "verify") runs unless told otherwise."""
+    if torch.device(device).type == "cuda":
+        return ("flashqla", *PEERS)
+    return ("flashqla", "torch-chunked") if command == "verify" else ("flashqla", "torch-recurrent")
+
+
+@dataclass(frozen=True)
+class Flashqla:
+    """The op of this package: kernels on Hopper, the PyTorch chunk form elsewhere; `kernels` says which."""
+
+    device: str
+    name: ClassVar[str] = "flashqla"
+    hint: ClassVar[str] = "see what is missing with: flashqla doctor"
+    compiles: ClassVar[Compiles] = "once"
+    exact: ClassVar[bool] = False
+    contract: ClassVar[bool] = True
+
+    @property
+    def capturable(self) -> bool:
+        return _is_cuda(self.device) and torch.cuda.get_device_capability(self.device) == HOPPER
+
+    def missing(self) -> str | None:
+        return _no_device(self.device)
+
+    def unsupported(self, case: Case, direction: Direction) -> str | None:
+        return BACKWARD if direction != "fwd" else None
+
+    def prepare(self, inputs: Inputs, direction: Direction) -> Call:
+        arguments = _arguments(inputs)
+        with strict() if self.capturable else nullcontext():  # on Hopper a fallback to PyTorch is not what is asked for
+            return _first(lambda: _outputs(*chunk_gated_delta_rule(**arguments)))
+
+    def kernels(self, inputs: Inputs) -> list[str]:
+        plan = explain(**_arguments(inputs))
+        return list(plan.kernels) if plan.implementation == "tilelang" else ["PyTorch chunk form in float32"]
+
+
+@dataclass(frozen=True)
+class TorchChunked:
+    """The chunk form in PyTorch, in float32, or in float64 when exact."""
+
+    device: str
+    exact: bool = False
+    name: ClassVar[str] = "torch-chunked"
+    hint: ClassVar[str] = "it needs PyTorch alone"
+    capturable: ClassVar[bool] = False
+    compiles: ClassVar[Compiles] = "never"
+    contract: ClassVar[bool] = False
+
+    def missing(self) -> str | None:
+        return _no_device(self.device)
+
+    def unsupported(self, case: Case, direction: Direction) -> str | None:
+        return BACKWARD if direction != "fwd" else None
+
+    def prepare(self, inputs: Inputs, direction: Direction) -> Call:
+        arguments = _reference_arguments(inputs)
+        dtype = torch.float64 if self.exact else None
+        return _first(lambda: _outputs(*chunk_gated_delta_rule_reference(**arguments, dtype=dtype)))
+
+    def kernels(self, inputs: Inputs) -> list[str]:
+        return [f"PyTorch chunk form in {'float64' if self.exact else 'float32'}"]
+
+
+@dataclass(frozen=True)
+class TorchRecurrent:
+    """The token recurrence in PyTorch, in float32."""
+
+    device: str
+    name: ClassVar[str] = "torch-recurrent"
+    hint: ClassVar[str] = "it needs PyTorch alone"
+    capturable: ClassVar[bool] = False
+    compiles: ClassVar[Compiles] = "never"
+    exact: ClassVar[bool] = False
+    contract: ClassVar[bool] = False
+
+    def missing(self) -> str | None:
+        return _no_device(self.device)
+
+    def unsupported(self, case: Case, direction: Direction) -> str | None:
+        if max(case.lengths) > RECURRENT_TOKENS:
+            return f"one step per token: run up to {RECURRENT_TOKENS} tokens per sequence"
+        return BACKWARD if direction != "fwd" else None
+
+    def prepare(self, inputs: Inputs, direction: Direction) -> Call:
+        arguments = _reference_arguments(inputs)
+        return _first(lambda: _outputs(*recurrent_gated_delta_rule(**arguments, dtype=torch.float32)))
+
+    def kernels(self, inputs: Inputs) -> list[str]:
+        return ["PyTorch recurrence in float32"]
+
+
+@dataclass(frozen=True)
+class Fla:
+    """flash-linear-attention's Triton kernels.
+
+    Its own dispatch would hand the call to flash-qla where that is installed; FLA_FLASH_QLA=0 keeps it with Triton.
+    It reads the variable at every call, so it stays set.
+    """
+
+    device: str
+    name: ClassVar[str] = "fla"
+    hint: ClassVar[str] = "pip install flash-linear-attention==0.6.0"
+    capturable: ClassVar[bool] = True
+    compiles: ClassVar[Compiles] = "per head count"
+    exact: ClassVar[bool] = False
+    contract: ClassVar[bool] = False
+
+    def missing(self) -> str | None:
+        return _no_gpu(self.device) or _import_problem("fla.ops.gated_delta_rule", "FLA_FLASH_QLA=0")
+
+    def unsupported(self, case: Case, direction: Direction) -> str | None:
+        return _no_case_of_a_peer(case, direction)
+
+    def prepare(self, inputs: Inputs, direction: Direction) -> Call:
+        os.environ["FLA_FLASH_QLA"] = "0"
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as op
+
+        # Offsets are the same tensors at every call: FLA keeps its chunk table by their identity.
+        arguments = _contiguous(_arguments(inputs))
+        for name in ("cu_seqlens", "cu_seqlens_cpu"):
+            if arguments[name] is not None:
+                arguments[name] = arguments[name].long()
+        return _first(lambda: _outputs(*op(**arguments)))
+
+    def kernels(self, inputs: Inputs) -> list[str]:
+        return ["Triton (FLA_FLASH_QLA=0)"]
+
+
+@dataclass(frozen=True)
+class FlashInfer:
+    """FlashInfer's CuTe DSL prefill for Hopper, with its own choice of context parallelism.
+
+    It takes one row of packed tokens [T, heads, 128], the decay as a factor instead of its logarithm, gates in float32,
+    and states in (V, K) order. Rows past the last offset are not handed over.
+    """
+
+    device: str
+    name: ClassVar[str] = "flashinfer"
+    hint: ClassVar[str] = "pip install 'flashinfer-python[cu13]==0.7.4'"
+    capturable: ClassVar[bool] = True
+    compiles: ClassVar[Compiles] = "once"
+    exact: ClassVar[bool] = False
+    contract: ClassVar[bool] = False
+
+    def missing(self) -> str | None:
+        return _no_hopper(self.device) or _import_problem("flashinfer.gdn_prefill")
+
+    def unsupported(self, case: Case, direction: Direction) -> str | None:
+        return _no_case_of_a_peer(case, direction) or _no_float32(case)
+
+    def prepare(self, inputs: Inputs, direction: Direction) -> Call:
+        from flashinfer.gdn_prefill import chunk_gated_delta_rule as op
+
+        case, tokens = inputs.case, inputs.case.tokens
+        q, k, v, g, beta = (
+            x.flatten(0, 1)[:tokens].contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+        )
+        state = inputs.initial_state
+        if state is not None and not case.state_v_first:
+            state = state.mT.contiguous()
+        offsets = inputs.cu_seqlens
+        if offsets is None:
+            rows = len(case.lengths)
+            offsets = torch.arange(rows + 1, dtype=torch.int32, device=v.device) * case.lengths[0]
+        state_shape = (len(case.lengths), case.hv, v.shape[-1], q.shape[-1])
+        output_state = torch.empty(state_shape, dtype=torch.float32, device=v.device)
+        arguments: dict[str, Any] = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": g.float().exp(),
+            "beta": beta.float(),
+            "scale": inputs.scale,
+            "initial_state": state,
+            "output_final_state": case.final_state,
+            "cu_seqlens": offsets,
+            "use_qk_l2norm_in_kernel": case.l2norm,
+            "output": torch.empty_like(v),
+            "output_state": output_state,
+            "max_seqlen": max(case.lengths),
+        }
+        rows_of_batch = inputs.v.shape[0] if case.batch else 1
+
+        def call() -> Outputs:
+            result = op(**arguments)
+            o, final_state = result if case.final_state else (result, None)
+            if final_state is not None and not case.state_v_first:
+                final_state = final_state.mT
+            return _outputs(o.unflatten(0, (rows_of_batch, -1)), final_state)
+
+        return _first(call)
+
+    def kernels(self, inputs: Inputs) -> list[str]:
+        return ["CuTe DSL for SM90, use_cp=auto"]
+
+
+@dataclass(frozen=True)
+class FlashQla:
+    """flash-qla's TileLang kernels, with its own choice of context parallelism."""
+
+    device: str
+    name: ClassVar[str] = "flash-qla"
+    hint: ClassVar[str] = "pip install flash-qla==0.1.3"
+    capturable: ClassVar[bool] = True
+    compiles: ClassVar[Compiles] = "per head count"
+    exact: ClassVar[bool] = False
+    contract: ClassVar[bool] = False
+
+    def missing(self) -> str | None:
+        return _no_hopper(self.device) or _import_problem("flash_qla")
+
+    def unsupported(self, case: Case, direction: Direction) -> str | None:
+        if case.packed and 0 in case.lengths:
+            return "its choice of context parallelism refuses empty sequences"
+        return _no_case_of_a_peer(case, direction) or _no_float32(case)
+
+    def prepare(self, inputs: Inputs, direction: Direction) -> Call:
+        from flash_qla import chunk_gated_delta_rule as op
+
+        arguments = _contiguous(_arguments(inputs))
+        del arguments["cu_seqlens_cpu"]
+        return _first(lambda: _outputs(*op(**arguments)))
+
+    def kernels(self, inputs: Inputs) -> list[str]:
+        return ["TileLang, auto_cp=True"]
+
+
+def _arguments(inputs: Inputs) -> dict[str, Any]:
+    """Arguments of a call in our convention, which is that of flash-linear-attention."""
+    return {
+        **_reference_arguments(inputs),
+        "cu_seqlens_cpu": inputs.cu_seqlens_cpu,
+    }
+
+
+def _reference_arguments(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "q": inputs.q,
+        "k": inputs.k,
+        "v": inputs.v,
+        "g": inputs.g,
+        "beta": inputs.beta,
+        "scale": inputs.scale,
+        "initial_state": inputs.initial_state,
+        "output_final_state": inputs.case.final_state,
+        "use_qk_l2norm_in_kernel": inputs.case.l2norm,
+        "cu_seqlens": inputs.cu_seqlens,
+        "state_v_first": inputs.case.state_v_first,
+    }
+
+
+def _contiguous(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+
+
+def _outputs(o: Tensor, final_state: Tensor | None) -> Outputs:
+    return {"o": o} if final_state is None else {"o": o, "final_state": final_state}
+
+
+def _first(call: Call) -> Call:
+    """`call`, after it has run once to its end: what it compiles and allocates is then there."""
+    o = call()["o"]
+    if o.is_cuda:
+        torch.cuda.synchronize(o.device)
+    return call
+
+
+def _is_cuda(device: str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def _no_device(device: str) -> str | None:
+    return "torch finds no CUDA device" if _is_cuda(device) and not torch.cuda.is_available() else None
+
+
+def _no_gpu(device: str) -> str | None:
+    return _no_device(device) if _is_cuda(device) else "it runs on NVIDIA GPUs only"
+
+
+def _no_hopper(device: str) -> str | None:
+    reason = _no_gpu(device)
+    if reason is None and (found := torch.cuda.get_device_capability(device)) != HOPPER:
+        reason = "its kernels used here are for compute capability 9.0, this GPU has {}.{}".format(*found)
+    return reason
+
+
+def _no_case_of_a_peer(case: Case, direction: Direction) -> str | None:
+    if direction != "fwd":
+        return BACKWARD
+    return "there is no token to launch a kernel for" if case.tokens == 0 else None
+
+
+def _no_float32(case: Case) -> str | None:
+    return "q, k and v in float32; it takes bfloat16 and float16" if case.dtype == "float32" else None
+
+
+@cache
+def _import_problem(module: str, *environment: str) -> str | None:
+    """Why a module cannot be imported, or None. `environment`: assignments that must stand before it is."""
+    os.environ.update(dict(assignment.split("=", 1) for assignment in environment))
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        return f"package {error.name} is not installed"
+    except Exception as error:  # peers run device and toolchain checks while they are imported
+        return f"{module} cannot be imported: {type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,89 @@
+"""The `flashqla` command: its options, and how an error becomes an exit code."""
+
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from flashqla.cli import bench, cases, console, doctor, explain, verify
+from flashqla.errors import FlashqlaError
+
+EXIT_CODES = """\b
+Exit codes:
+  0    ok
+  1    a wrong result, or a row that failed
+  2    wrong usage
+  3    something is missing or unsupported on this machine
+  4    nothing to run
+  70   a bug in flashqla
+  130  interrupted; finished rows are kept
+"""
+EXAMPLES = """\b
+Examples:
+  flashqla doctor
+  flashqla verify --suite smoke
+"""
+
+
+class Commands(TyperGroup):
+    """Turns known errors into a message and their exit code, unknown ones into a traceback and 70."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # here, because one level up it would become exit code 1
+            raise typer.Exit(130) from None
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except FlashqlaError as problem:
+            if problem.exit_code == FlashqlaError.exit_code:  # raised bare: our bug
+                traceback.print_exc()
+            else:
+                console.error(problem)
+            sys.exit(problem.exit_code)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(70)
+
+
+app = typer.Typer(
+    name="flashqla",
+    cls=Commands,
+    help="Verify and time the gated delta rule (GDN) kernels of Qwen models.",
+    epilog=f"{EXIT_CODES}\n{EXAMPLES}",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: rich takes longer to import than to print it
+    pretty_exceptions_enable=False,
+)
+app.command(epilog=verify.EXAMPLES)(verify.verify)
+app.add_typer(bench.app, name="bench")
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(epilog=explain.EXAMPLES)(explain.explain)
+app.command(epilog=cases.EXAMPLES)(cases.cases)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from flashqla import __version__
+
+        console.result(f"flashqla {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point."""
+    app()

@@ -1,0 +1,71 @@
+"""`flashqla bench fwd`: times, side by side with the peers."""
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from flashqla.cli import options
+
+EXAMPLES = """\b
+Examples:
+  flashqla bench fwd --suite cpu --lens 1x512
+  flashqla bench fwd --heads 2,8 --json run.json --out run.txt
+"""
+DEFAULT_SUITES = {"cuda": ["qwen"], "cpu": ["cpu"]}
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, epilog=EXAMPLES)
+
+
+@app.callback()
+def bench() -> None:
+    """Time the op, side by side with its peers."""
+
+
+@app.command(epilog=EXAMPLES)
+def fwd(
+    suite: options.SuiteOption = None,
+    heads: options.HeadsOption = None,
+    lens: options.LensOption = None,
+    model: options.ModelOption = None,
+    pattern: options.PatternOption = None,
+    backend: options.BackendOption = None,
+    device: options.DeviceOption = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Samples per row and backend.")] = 12,
+    l2: Annotated[options.L2, typer.Option("--l2", help="Cache before a sample; GPU only.")] = options.L2.cold,
+    seed: options.SeedOption = 0,
+    json: options.JsonOption = None,
+    out: options.OutOption = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="No CPU path; a row of any backend that is not ok is an error.")
+    ] = False,
+    quiet: options.QuietOption = False,
+    no_color: options.NoColorOption = False,
+) -> None:
+    """Time the forward pass. Every result is checked before its time counts.
+
+    On a Hopper GPU: our kernels and the peers on the 171 rows of suite qwen. Elsewhere: PyTorch on the CPU, suite cpu.
+    A peer that is missing or fails keeps its column, with the reason.
+    """
+    from flashqla.cli import session
+    from flashqla.tables import bench_text
+
+    where = session.choose_device(device, strict=strict)
+    suites = suite or DEFAULT_SUITES[where]
+    cases = options.chosen_cases(suites, heads=heads, lens=lens, model=model, pattern=pattern)
+
+    from flashqla import backends, measure, runner  # and with them torch
+
+    chosen = backends.create(backend or backends.defaults("bench", where), where)
+    config = measure.Config(repeats=repeats, l2=l2.value)
+    session.run(
+        "bench-fwd",
+        partial(runner.bench, cases, chosen, where, seed=seed, config=config),
+        total=len(cases) * len(chosen),
+        settings={"suite": "+".join(suites), "device": where, "seed": seed, "repeats": repeats, "l2": l2.value},
+        render=bench_text,
+        json=json,
+        out=out,
+        strict=strict,
+        quiet=quiet,
+    )

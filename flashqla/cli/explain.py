@@ -1,0 +1,84 @@
+"""`flashqla explain`: which implementation would run, and why."""
+
+import json as json_text
+from dataclasses import asdict
+from enum import StrEnum
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashqla.cases import Case
+from flashqla.cli import console, options
+from flashqla.errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from flashqla.ops.plan import Plan
+
+EXAMPLES = """\b
+Examples:
+  flashqla explain
+  flashqla explain --heads 16,64 --lengths 4096,28672 --dtype float16
+"""
+
+
+class DType(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def explain(
+    heads: Annotated[str, typer.Option("--heads", metavar="HK,HV", help="Key and value heads.")] = "2,8",
+    lengths: Annotated[str, typer.Option("--lengths", metavar="N,...", help="Tokens of each sequence.")] = "32768",
+    dtype: Annotated[DType, typer.Option("--dtype", help="Of q, k and v.")] = DType.bfloat16,
+    device: options.DeviceOption = None,
+    strict: Annotated[bool, typer.Option("--strict", help="PyTorch instead of a kernel is an error (3).")] = False,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Say which implementation would run, and why.
+
+    For a problem of the given sizes on this machine. Nothing is run.
+    """
+    from flashqla.cli import session
+
+    ((hk, hv),) = options.parse_heads([heads])
+    case = Case(hk, hv, _numbers(lengths), dtype=dtype.value)
+    where = session.choose_device(device)
+    with console.results_only():
+        plan = _plan(case, where)
+    facts = {"problem": f"hk{hk}-hv{hv}/{case.layout}/{case.dtype}", "device": where, **asdict(plan)}
+    if json:
+        console.result(json_text.dumps(facts, indent=2))
+    else:
+        console.result("\n".join(f"{name:<20}{_words(value)}" for name, value in facts.items()))
+    if strict and plan.implementation == "torch":
+        raise UnsupportedError("no kernel serves this problem", given="--strict", do="see why with: flashqla doctor")
+
+
+def _plan(case: Case, where: str) -> "Plan":
+    """The op's own answer, for tensors of the right shapes that take no memory."""
+    import torch
+
+    from flashqla.ops import explain as explain_call
+
+    def tensor(*shape: int, dtype: str = "float32") -> torch.Tensor:
+        return torch.empty((), dtype=getattr(torch, dtype), device=where).expand(shape)
+
+    keys, values = (tensor(1, case.tokens, heads, 128, dtype=case.dtype) for heads in (case.hk, case.hv))
+    gates = tensor(1, case.tokens, case.hv)
+    offsets = torch.tensor([0, *accumulate(case.lengths)]) if case.packed else None
+    return explain_call(keys, keys, values, gates, gates, cu_seqlens=offsets)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise ArgumentError("--lengths takes numbers", given=f"--lengths {text}", supported="--lengths 4096,28672")
+    return tuple(map(int, parts))
+
+
+def _words(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return str(value).replace("; ", "\n" + " " * 20)

@@ -1,0 +1,80 @@
+"""Options that several commands share, and what they mean: one flag, one meaning."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashqla.cases import SUITES, Case, select, suite
+from flashqla.cli import console
+from flashqla.errors import ArgumentError, NothingToDo
+
+
+class L2(StrEnum):
+    cold = "cold"
+    warm = "warm"
+
+
+class Device(StrEnum):
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+Texts = list[str] | None
+SUITE_NAMES = ", ".join(SUITES)
+
+SuiteOption = Annotated[Texts, typer.Option("--suite", metavar="NAME", help=f"One of {SUITE_NAMES}. Repeatable.")]
+HeadsOption = Annotated[Texts, typer.Option("--heads", metavar="HK,HV", help="Keep these head counts. Repeatable.")]
+LensOption = Annotated[
+    Texts,
+    typer.Option("--lens", metavar="LAYOUT", help="Keep these lengths, as 1x32768 or 4096+28672. Repeatable."),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", metavar="TEXT", help="Keep models whose label has this.")]
+PatternOption = Annotated[
+    Texts,
+    typer.Option("-k", metavar="PATTERN", help="Keep cases whose id or note has this; * and ?. Repeatable."),
+]
+BackendOption = Annotated[Texts, typer.Option("--backend", metavar="NAME", help="Run these only. Repeatable.")]
+DeviceOption = Annotated[Device | None, typer.Option("--device", help="Where to run; by default a Hopper GPU if any.")]
+JsonOption = Annotated[
+    str | None,
+    typer.Option("--json", metavar="PATH", help="Write the run as JSON; - is stdout, without the table."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of the inputs.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+NoColorOption = Annotated[
+    bool, typer.Option("--no-color", callback=console.plain, is_eager=True, help="Plain text, as with NO_COLOR set.")
+]
+OutOption = Annotated[Path | None, typer.Option("--out", metavar="PATH", help="Write the table to a file as well.")]
+
+
+def parse_heads(texts: list[str]) -> list[tuple[int, int]]:
+    """`2,8` -> (2, 8). Raises ArgumentError."""
+    pairs = []
+    for text in texts:
+        hk, comma, hv = text.partition(",")
+        if not (comma and hk.strip().isdigit() and hv.strip().isdigit()):
+            raise ArgumentError("--heads takes two numbers", given=f"--heads {text}", supported="--heads 2,8")
+        pairs.append((int(hk), int(hv)))
+    return pairs
+
+
+def chosen_cases(
+    suites: Sequence[str],
+    *,
+    heads: Texts = None,
+    lens: Texts = None,
+    model: str | None = None,
+    pattern: Texts = None,
+) -> tuple[Case, ...]:
+    """Cases of the suites that pass the filters, each id once. Raises NothingToDo when none does."""
+    everything = {case.id: case for name in suites for case in suite(name)}.values()
+    kept = select(everything, heads=parse_heads(heads or []), lens=lens or (), model=model, pattern=pattern or ())
+    if not kept:
+        filters = {"--heads": heads, "--lens": lens, "--model": [model] if model else [], "-k": pattern}
+        given = " ".join(f"{flag} {value}" for flag, values in filters.items() for value in values or ())
+        names = " ".join(f"--suite {name}" for name in suites)
+        raise NothingToDo("no case is left", given=f"{names} {given}".strip(), do=f"look at: flashqla cases {names}")
+    return kept

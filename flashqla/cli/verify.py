@@ -1,0 +1,48 @@
+"""`flashqla verify`: outputs against the float64 recurrence."""
+
+from functools import partial
+
+from flashqla.cli import options
+
+EXAMPLES = """\b
+Examples:
+  flashqla verify --suite smoke
+  flashqla verify --suite hard -k "1x64/*" --json -
+"""
+DEFAULT_SUITES = {"cuda": ["smoke", "hard"], "cpu": ["smoke", "cpu_hard"]}
+
+
+def verify(
+    suite: options.SuiteOption = None,
+    pattern: options.PatternOption = None,
+    backend: options.BackendOption = None,
+    device: options.DeviceOption = None,
+    seed: options.SeedOption = 0,
+    json: options.JsonOption = None,
+    quiet: options.QuietOption = False,
+    no_color: options.NoColorOption = False,
+) -> None:
+    """Check every output against the token recurrence in float64.
+
+    On a Hopper GPU: our kernels and the peers, suites smoke and hard. Elsewhere: PyTorch on the CPU, suites smoke and
+    cpu_hard. A peer that is off is shown as off; it fails the run only if no backend but peers was asked for.
+    """
+    from flashqla.cli import session
+    from flashqla.tables import verify_text
+
+    where = session.choose_device(device)
+    suites = suite or DEFAULT_SUITES[where]
+    cases = options.chosen_cases(suites, pattern=pattern)
+
+    from flashqla import backends, runner  # and with them torch
+
+    chosen = backends.create(backend or backends.defaults("verify", where), where, exact=True)
+    session.run(
+        "verify-fwd",
+        partial(runner.verify, cases, chosen, where, seed=seed),
+        total=len(cases) * len(chosen),
+        settings={"suite": "+".join(suites), "device": where, "seed": seed},
+        render=verify_text,
+        json=json,
+        quiet=quiet,
+    )

@@ -1,0 +1,301 @@
+"""Times of calls, taken side by side.
+
+On a GPU a sample is one replay of a CUDA graph that holds one call, between two events. Backends take turns, A B C C B
+A, so that a drift of the clocks hits all alike. With a cold L2, a buffer larger than the cache is written before the
+first event; that also keeps the stream busy while the host enqueues the replay. A call that cannot be captured is
+launched between the events instead, behind a device-side wait as long as its own launch work, and its clock says
+"events".
+
+`call_ms` is another quantity: an eager call from an idle device to its end, with the host's work in it.
+
+On the CPU a sample is the wall time of one call.
+"""
+
+import gc
+import math
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from flashqla import device as machine
+from flashqla.device import Clocks
+from flashqla.errors import FlashqlaError
+from flashqla.records import Timing
+
+Call = Callable[[], Any]
+L2 = Literal["cold", "warm"]
+Clock = Literal["graph", "events", "wall"]
+
+MIN_SAMPLES_FOR_IQR = 5
+MIN_ROUNDS = 3
+WARM_REPLAYS = 2
+CALL_REPEATS = 5
+FLUSH_BYTES = 256 * 2**20  # at least; 4 times the L2 where that is more
+SPIN_CYCLES_PER_MS = 2_000_000  # H200 at its highest clock, 1980 MHz: waits a little long at lower ones
+
+
+@dataclass(frozen=True)
+class Config:
+    """How to measure. A row of slow calls takes fewer than `repeats` rounds, to end in about `budget_s`."""
+
+    repeats: int = 12  # samples of every backend
+    l2: L2 = "cold"
+    graph: bool = True  # False: events around an eager launch
+    budget_s: float = 3.0  # per row, all backends together
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What measuring one call gave: a timing, or the error that came instead."""
+
+    timing: Timing | None = None
+    outputs: Any = None  # of the last timed call
+    kernels: tuple[str, ...] = ()  # names in the captured graph, in order, each once
+    note: str | None = None  # why the clock is not the one asked for
+    error: Exception | None = None
+    owner: Any = None  # the graph whose memory holds the outputs
+
+
+@dataclass(frozen=True)
+class Readings:
+    by_name: dict[str, Reading]
+    clocks: Clocks | None  # read while the device was busy with the last samples
+
+
+def interleaved(
+    calls: Mapping[str, Call], config: Config, device: str, *, uncapturable: Collection[str] = ()
+) -> Readings:
+    """Time calls that have run at least once before, so that nothing compiles here.
+
+    A call that fails gets a Reading with its error, and the others go on. `uncapturable`: names of calls that copy from
+    the device while they run; those are not put into a graph.
+    """
+    if torch.device(device).type == "cuda":
+        return _on_gpu(calls, config, torch.device(device), uncapturable)
+    return _on_cpu(calls, config)
+
+
+def summary(samples: list[float], *, call_ms: float | None, l2: L2, clock: Clock) -> Timing:
+    """A Timing of samples in ms. Raises FlashqlaError for a time that cannot be."""
+    if not samples or min(samples) <= 0 or not math.isfinite(sum(samples)):
+        raise FlashqlaError("a measured time is not positive", given=f"{clock} samples {samples} ms")
+    spread = None
+    if len(samples) >= MIN_SAMPLES_FOR_IQR:
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+        spread = high - low
+    return Timing(
+        gpu_ms=statistics.median(samples),
+        gpu_ms_min=min(samples),
+        gpu_ms_iqr=spread,
+        samples=samples,
+        call_ms=call_ms,
+        l2=l2,
+        clock=clock,
+        repeats=len(samples),
+    )
+
+
+def rounds(config: Config, row_ms: float) -> int:
+    """Rounds that fit in the budget when one of every call takes row_ms together."""
+    return max(min(MIN_ROUNDS, config.repeats), min(config.repeats, int(1000 * config.budget_s / max(row_ms, 1e-3))))
+
+
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
+    """Names in the order of a round: A B C in even ones, C B A in odd ones."""
+    return list(names if turn % 2 == 0 else reversed(names))
+
+
+# --- CPU ---
+
+
+def _on_cpu(calls: Mapping[str, Call], config: Config) -> Readings:
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    outputs: dict[str, Any] = {}
+    errors: dict[str, Exception] = {}
+    deadline = time.perf_counter() + config.budget_s
+    for turn in range(config.repeats):
+        if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
+            break
+        for name in in_turn([name for name in calls if name not in errors], turn):
+            try:
+                elapsed, outputs[name] = _wall_ms(calls[name])
+                samples[name].append(elapsed)
+            except Exception as error:  # any backend's failure is a row, not the end of the run
+                errors[name] = error
+    readings = {
+        name: Reading(error=errors[name])
+        if name in errors
+        else Reading(
+            timing=summary(taken, call_ms=statistics.median(taken), l2="warm", clock="wall"), outputs=outputs[name]
+        )
+        for name, taken in samples.items()
+    }
+    return Readings(readings, clocks=None)
+
+
+def _wall_ms(call: Call) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    outputs = call()
+    return 1000 * (time.perf_counter() - begin), outputs
+
+
+# --- GPU ---
+
+
+@dataclass
+class _Sampler:
+    """One call, ready to be sampled."""
+
+    launch: Call
+    clock: Clock
+    call_ms: float
+    outputs: Any
+    graph: Any = None
+    kernels: tuple[str, ...] = ()
+    note: str | None = None
+    events: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+def _on_gpu(calls: Mapping[str, Call], config: Config, device: torch.device, uncapturable: Collection[str]) -> Readings:
+    errors: dict[str, Exception] = {}
+    samplers: dict[str, _Sampler] = {}
+    cold = config.l2 == "cold"
+    with torch.cuda.device(device):
+        for name, call in calls.items():
+            try:
+                samplers[name] = _sampler(call, cold, capture=config.graph and name not in uncapturable)
+                if name in uncapturable:
+                    samplers[name].note = "it copies from the device while it runs, so no graph holds it"
+            except Exception as error:  # any backend's failure is a row, not the end of the run
+                errors[name] = error
+        for turn in range(rounds(config, sum(sampler.call_ms for sampler in samplers.values()))):
+            for name in in_turn(list(samplers), turn):
+                _sample(samplers[name], cold)
+        # Before the host waits: the device is then still busy with samples, and its clocks are those of the samples.
+        clocks = machine.clocks(torch.cuda.current_device())
+        torch.cuda.synchronize()
+
+    readings = {name: Reading(error=error) for name, error in errors.items()}
+    readings |= {name: _reading(sampler, config) for name, sampler in samplers.items()}
+    return Readings({name: readings[name] for name in calls}, clocks)
+
+
+def _reading(sampler: _Sampler, config: Config) -> Reading:
+    samples = [begin.elapsed_time(end) for begin, end in sampler.events]
+    try:
+        timing = summary(samples, call_ms=sampler.call_ms, l2=config.l2, clock=sampler.clock)
+    except FlashqlaError as error:
+        return Reading(error=error)
+    return Reading(timing, sampler.outputs, sampler.kernels, sampler.note, owner=sampler.graph)
+
+
+def _sampler(call: Call, cold: bool, *, capture: bool) -> _Sampler:
+    call_ms = _eager_ms(call, cold)
+    if capture:
+        try:
+            graph, outputs, kernels = _capture(call)
+        except Exception as error:  # a call that synchronises cannot be captured, whatever it raises
+            torch.cuda.synchronize()
+            note = f"no CUDA graph: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return _Sampler(call, "events", call_ms, call(), note=note)
+        for _ in range(WARM_REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+        return _Sampler(graph.replay, "graph", call_ms, outputs, graph, kernels)
+    return _Sampler(call, "events", call_ms, call())
+
+
+def _sample(sampler: _Sampler, cold: bool) -> None:
+    """Enqueue one sample; the events are read once all samples are enqueued."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if cold:
+        _flush()
+    else:
+        sampler.launch()  # fills the L2 with what this call leaves there
+    if sampler.clock == "events":
+        torch.cuda._sleep(int(SPIN_CYCLES_PER_MS * sampler.call_ms))
+    begin.record()
+    outputs = sampler.launch()
+    end.record()
+    if sampler.clock == "events":
+        sampler.outputs = outputs
+    sampler.events.append((begin, end))
+
+
+def _eager_ms(call: Call, cold: bool) -> float:
+    """Median wall time of a call from an idle device to its end, in ms."""
+    call()
+    taken = []
+    for _ in range(CALL_REPEATS):
+        if cold:
+            _flush()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        taken.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(taken)
+
+
+def _capture(call: Call) -> tuple[Any, Any, tuple[str, ...]]:
+    """A graph of one call, its outputs, and the names of its kernels.
+
+    By hand instead of through `torch.cuda.graph`, which empties the allocator's cache at every capture.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.enable_debug_mode()  # keeps the graph after capture, so that its kernels can be named
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    collecting = gc.isenabled()
+    gc.disable()  # collecting another graph during a capture would break the capture
+    try:
+        with torch.cuda.stream(stream):
+            call()  # whatever is set up per stream must exist before the capture
+            stream.synchronize()
+            graph.capture_begin()
+            try:
+                outputs = call()
+            finally:
+                graph.capture_end()
+    finally:
+        if collecting:
+            gc.enable()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph, outputs, _kernel_names(graph)
+
+
+def _kernel_names(graph: Any) -> tuple[str, ...]:
+    """Names of a captured graph's kernels in order, each once; empty where the dump cannot be read."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces every dump
+        path = Path(folder) / "graph.dot"
+        try:
+            graph.debug_dump(str(path))
+            return kernel_names(path.read_text(errors="replace"))
+        except (OSError, RuntimeError):
+            return ()
+
+
+def kernel_names(dot: str) -> tuple[str, ...]:
+    r"""Kernels in the text of a dumped CUDA graph, where a kernel node reads `name\<\<\<grid,block,shared\>\>\>`."""
+    mangled = dict.fromkeys(re.findall(r"([A-Za-z_$][\w$]*)\\?<\\?<\\?<", dot))
+    return tuple(torch._C._demangle(name) for name in mangled)
+
+
+@cache
+def _flush_buffer(index: int) -> torch.Tensor:
+    cache_bytes = getattr(torch.cuda.get_device_properties(index), "L2_cache_size", 0)
+    return torch.empty(max(FLUSH_BYTES, 4 * cache_bytes), dtype=torch.int8, device=f"cuda:{index}")
+
+
+def _flush() -> None:
+    _flush_buffer(torch.cuda.current_device()).zero_()

@@ -1,0 +1,422 @@
+"""The gated delta rule on tensors: public functions, what runs behind them, and their registration with torch.library.
+
+A call goes: arguments -> checks.Problem -> plan.Plan -> kernels, or the PyTorch chunk form. The dispatcher of PyTorch
+comes first only where someone listens to it (autograd, torch.compile, fake tensors, dispatch modes, transforms),
+because it takes 9 of the microseconds that an eager call has on the host.
+
+Names and shapes: `flashqla.ops`.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashqla.device import HOPPER
+from flashqla.errors import UnsupportedError
+from flashqla.ops import checks, plan
+from flashqla.ops.checks import Problem
+from flashqla.ops.plan import CHUNK, HEAD_DIM, Plan
+from flashqla.reference.backward import chunk_gated_delta_rule_backward
+from flashqla.reference.chunked import chunk_forward
+
+# g_cumulative, A, o, h and the final state.
+ForwardResults = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+_only_kernels: ContextVar[bool] = ContextVar("only_kernels", default=False)
+_warned: set[str] = set()
+
+
+class FallbackWarning(UserWarning):
+    """CUDA tensors are served by PyTorch instead of a kernel. Issued once per process and reason."""
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule over whole sequences, with the conventions of flash-linear-attention.
+
+        S <- exp(g_t) S;   u_t = beta_t (v_t - S^T k_t);   S <- S + k_t u_t^T;   o_t = scale S^T q_t
+
+    Args:
+        q, k: [B, T, hk, 128], bfloat16 or float16 for the kernels. Any strides, as for all tensors here.
+        v: [B, T, hv, 128], hv a multiple of hk; value head i uses key head i // (hv // hk).
+        g: [B, T, hv], natural log of the decay, <= 0, -inf for a reset; None for no decay.
+        beta: [B, T, hv]. g, beta and the initial state are float32, bfloat16 or float16, each its own, never rounded.
+        scale: factor of o, 128 ** -0.5 by default.
+        initial_state: [N, hv, 128, 128] in (K, V) order, zeros by default.
+        output_final_state: whether to return the state after the last token of every sequence.
+        use_qk_l2norm_in_kernel: divide rows of q and k by sqrt(sum of squares + 1e-6) first.
+        cu_seqlens: [N + 1] offsets, int32 or int64, of N sequences that share the row of a batch of 1. Empty sequences
+            are fine. Rows past the last offset are not read; their o and gradients are 0.
+        head_first: refused when True; transpose instead.
+        state_v_first: initial and final state in (V, K) order.
+        auto_cp: allow splitting a sequence over SMs where that is faster. No kernel does so yet.
+        cu_seqlens_cpu: a copy of cu_seqlens on the CPU. Spares the read below.
+
+    Returns:
+        o [B, T, hv, 128], contiguous, in the dtype of v; and the final state [N, hv, 128, 128], float32, or None.
+
+    Lengths: offsets are checked on the host. On the CPU they are read at each call; on the GPU once per tensor, until
+    it is written to (inference tensors count no writes: each call), which waits for the GPU; with cu_seqlens_cpu never;
+    and not while a stream is captured. Kernels take the offsets from the device, so that a captured graph can be
+    replayed with others in the same memory.
+
+    What runs: TileLang kernels for bfloat16 and float16 on Hopper; for everything else the chunk form in PyTorch, in
+    float32 (float64 for float64 tensors, whose state is float64 too). `explain` says which and why; a fallback on CUDA
+    tensors warns, and is an error inside `strict`.
+
+    Gradients: of q, k, v, g, beta and initial_state, each in the dtype of its input, once (no second derivatives). They
+    come from the chunk form in PyTorch until there are backward kernels. Forward keeps its inputs alone; backward
+    computes everything again in float32, at several times the memory of the inputs, with a read of the offsets.
+    The kernels need about 160 bytes of scratch memory per token and value head, freed when the call returns.
+
+    Raises:
+        ArgumentError (a ValueError): an argument is wrong; before anything is launched.
+        UnsupportedError: a fallback inside `strict`, or where PyTorch cannot serve: in a captured graph.
+    """
+    # fmt: off
+    checks.kinds(scale, head_first, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
+                 cu_seqlens_cpu=cu_seqlens_cpu)
+    arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+                 state_v_first, auto_cp, cu_seqlens_cpu)
+    # fmt: on
+    if _someone_listens(q, k, v, g, beta, initial_state):
+        o, final_state = torch.ops.flashqla.gated_delta_rule(*arguments)
+        return o, final_state if output_final_state else None
+    _, _, o, _, final_state = _run(checks.problem(*arguments))
+    return o, final_state
+
+
+def chunk_gated_delta_rule_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = True,
+    output_h: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    head_first: bool = False,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> ForwardResults:
+    """The forward pass with what a backward pass needs. Arguments and errors as in chunk_gated_delta_rule; results are
+    detached.
+
+    Returns:
+        g_cumulative: [B, T, hv] float32, sum of g from the start of the token's chunk (64 tokens) of its sequence.
+        A: [B, T, hv, 64] in the dtype of k: row i of the gated inverse Tm = (I + L0 * R)^-1 of the token's chunk. Rows
+            of A and g_cumulative past the last offset are unspecified.
+        o: as in chunk_gated_delta_rule.
+        h: None, or with output_h [B, chunks, hv, 128, 128] in the dtype of k: the state that enters each chunk (in (V,
+            K) order with state_v_first), of a pack in order of sequences. Asking for it reads offsets on the GPU at
+            every call. Where the lengths are not to be had (captured stream, torch.compile), and for every captured
+            call, chunks is T // 64 + N, of which the last ones are 0.
+        final_state: [N, hv, 128, 128] float32, or None.
+    """
+    # fmt: off
+    checks.kinds(scale, head_first, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
+                 cu_seqlens_cpu=cu_seqlens_cpu)
+    arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+                 state_v_first, auto_cp, cu_seqlens_cpu)
+    # fmt: on
+    with torch.no_grad():
+        if _someone_listens(q, k, v, g, beta, initial_state):
+            g_cumulative, inverse, o, h, final_state = torch.ops.flashqla.gated_delta_rule_fwd(*arguments, output_h)
+            return g_cumulative, inverse, o, h if output_h else None, final_state if output_final_state else None
+        problem = checks.problem(*arguments, output_h=output_h, read="fresh" if output_h else "cached")
+        g_cumulative, inverse, o, h, final_state = _run(problem, for_backward=True)
+    if h is not None and problem.cu_seqlens is not None and problem.seqlens is not None and not _capturing(q):
+        h = h[:, : sum(-(-length // CHUNK) for length in problem.seqlens)]
+    return g_cumulative, inverse, o, h, final_state
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> Plan:
+    """How chunk_gated_delta_rule would run with these arguments, and why. Runs nothing; raises the same ArgumentErrors.
+
+    `flashqla.ops.plan.make` answers from sizes alone, without tensors, torch or a GPU.
+    """
+    # fmt: off
+    checks.kinds(scale, head_first, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
+                 cu_seqlens_cpu=cu_seqlens_cpu)
+    return _plan(checks.problem(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                                cu_seqlens, state_v_first, auto_cp, cu_seqlens_cpu))
+    # fmt: on
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Inside, a call that no kernel can serve raises UnsupportedError; so does one that records gradients, which only
+    PyTorch can compute. Counts for the calling thread (or asyncio task) alone."""
+    token = _only_kernels.set(True)
+    try:
+        yield
+    finally:
+        _only_kernels.reset(token)
+
+
+def _someone_listens(*tensors: Tensor | None) -> bool:
+    """Whether the call must go through PyTorch's dispatcher."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return True
+    grad = torch.is_grad_enabled()
+    return any(x is not None and (type(x) is not Tensor or (grad and x.requires_grad)) for x in tensors)
+
+
+def _run(problem: Problem, for_backward: bool = False) -> ForwardResults:
+    """Run a problem. The first two results mean something with `for_backward` alone. `h` has as many chunks as the
+    lengths need, or as many as `problem.chunks`."""
+    result: Any  # the same fields from either side
+    p, chosen = problem, _plan(problem)
+    if chosen.implementation == "torch":
+        _fall_back(p.q, chosen.why)
+    if p.batch * p.tokens == 0:  # nothing to launch, on any device
+        return _without_tokens(p)
+    if chosen.implementation == "tilelang":
+        launch, _ = _kernels()
+        with torch.cuda.device(p.q.device):
+            result = launch.forward(p, chosen, for_backward)
+    else:
+        _refuse_capture(p.q, chosen.why)
+        with torch.autocast(p.q.device.type, enabled=False):
+            # fmt: off
+            result = chunk_forward(p.q, p.k, p.v, p.g, p.beta, p.scale, p.initial_state, p.cu_seqlens, p.state_v_first,
+                                   p.l2norm, output_A=for_backward, output_h=p.output_h)
+            # fmt: on
+    return result.g, result.A, result.o, result.h, result.final_state if p.output_final_state else None
+
+
+def _without_tokens(problem: Problem) -> ForwardResults:
+    v, initial_state, dtype = problem.v, problem.initial_state, problem.state_dtype
+    rows, states = v.shape[:3], (problem.hv, HEAD_DIM, HEAD_DIM)
+    if initial_state is None:
+        final_state = v.new_zeros((problem.sequences, *states), dtype=dtype)
+    else:
+        final_state = initial_state.to(dtype, copy=True)
+    return (
+        v.new_empty(rows, dtype=dtype),
+        v.new_empty((*rows, CHUNK)),
+        v.new_empty(v.shape),
+        v.new_zeros((problem.batch, problem.chunks, *states)) if problem.output_h else None,
+        final_state if problem.output_final_state else None,
+    )
+
+
+def _plan(problem: Problem) -> Plan:
+    device = problem.q.device
+    capability, sm_count, missing = _device_facts(device)
+    return plan.make(
+        hk=problem.hk,
+        hv=problem.hv,
+        seqlens=problem.seqlens,
+        sequences=problem.sequences,
+        tokens=problem.tokens,
+        dtype=checks.DTYPES[problem.q.dtype],
+        device=device.type,
+        capability=capability,
+        sm_count=sm_count,
+        missing=missing,
+    )
+
+
+@cache
+def _device_facts(device: torch.device) -> tuple[tuple[int, int] | None, int, str]:
+    """Compute capability, number of SMs, and why the kernels cannot be loaded for them ("" if they can)."""
+    if device.type != "cuda":
+        return None, 0, ""
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    return capability, properties.multi_processor_count, _kernels()[1] if capability == HOPPER else ""
+
+
+@cache
+def _kernels() -> tuple[Any, str]:
+    """The module that launches kernels, and why it cannot be loaded. Importing TileLang takes most of a second, and
+    works on fewer machines than PyTorch."""
+    try:
+        from flashqla.ops.kernels import launch
+    except (ImportError, OSError) as error:
+        return None, f"TileLang cannot be imported ({error})"
+    return launch, ""
+
+
+def _fall_back(q: Tensor, reason: str) -> None:
+    """Note that PyTorch serves a call, or its gradients; refuse to let it inside `strict`."""
+    if _only_kernels.get():
+        raise UnsupportedError(
+            "no kernel serves this call, and flashqla.ops.strict forbids PyTorch",
+            given=reason,
+            do="leave strict(), or pass what the kernels take",
+        )
+    if q.device.type == "cuda" and reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"flashqla falls back to PyTorch: {reason}", FallbackWarning, stacklevel=2)
+
+
+def _refuse_capture(q: Tensor, reason: str) -> None:
+    if _capturing(q):
+        raise UnsupportedError(
+            "the PyTorch chunk form cannot be captured in a CUDA graph: it reads lengths on the host",
+            given=reason,
+            do="capture calls that the kernels serve; flashqla.ops.explain tells them",
+        )
+
+
+def _capturing(q: Tensor) -> bool:
+    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# What torch.library calls. A registered op returns tensors alone, so an empty one stands for None.
+
+
+def _op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    _, _, o, _, final_state = _run(checks.problem(*arguments))
+    return o, _or_empty(final_state, o)
+
+
+def _op_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    _, _, o, _, final_state = _fake(checks.problem(*arguments, read="never"))
+    return o, final_state
+
+
+def _op_fwd(*arguments: Any) -> tuple[Tensor, ...]:
+    arguments, output_h = arguments[:-1], arguments[-1]
+    problem = checks.problem(*arguments, output_h=output_h, read="fresh" if output_h else "cached")
+    g_cumulative, inverse, o, h, final_state = _run(problem, for_backward=True)
+    if h is not None and h.shape[1] < problem.chunks:
+        h = torch.cat((h, h.new_zeros((h.shape[0], problem.chunks - h.shape[1], *h.shape[2:]))), dim=1)
+    return g_cumulative, _or_empty(inverse, o), o, _or_empty(h, o), _or_empty(final_state, o)
+
+
+def _op_fwd_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    arguments, output_h = arguments[:-1], arguments[-1]
+    return _fake(checks.problem(*arguments, output_h=output_h, read="never"))
+
+
+def _fake(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    v, dtype = problem.v, problem.state_dtype
+    rows, states = v.shape[:3], (problem.hv, HEAD_DIM, HEAD_DIM)
+    final = (problem.sequences, *states) if problem.output_final_state else (0,)
+    return (
+        v.new_empty(rows, dtype=dtype),
+        v.new_empty((*rows, CHUNK)),
+        v.new_empty(v.shape),
+        v.new_empty((problem.batch, problem.chunks, *states) if problem.output_h else (0,)),
+        v.new_empty(final, dtype=dtype if problem.output_final_state else v.dtype),
+    )
+
+
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+def _op_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    q = arguments[0]
+    _refuse_capture(q, plan.GRADIENTS)
+    with torch.autocast(q.device.type, enabled=False):
+        gradients = chunk_gated_delta_rule_backward(*arguments)
+    return tuple(_or_empty(x, q) for x in gradients)
+
+
+def _op_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, g, beta, _, _, _, initial_state, *_ = arguments
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, g, beta, initial_state))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # fmt: off
+    (q, k, v, g, beta, scale, initial_state, final_wanted, l2norm, cu_seqlens, state_v_first, _,
+     cu_seqlens_cpu) = inputs
+    # fmt: on
+    _fall_back(q, plan.GRADIENTS)
+    offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu  # spares backward the read
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, g, beta, initial_state, offsets)
+    ctx.scale = HEAD_DIM**-0.5 if scale is None else scale
+    ctx.final_wanted, ctx.l2norm, ctx.state_v_first = final_wanted, l2norm, state_v_first
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, g, beta, initial_state, offsets = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do
+    dfinal_state = dfinal_state if ctx.final_wanted else None
+    # fmt: off
+    dq, dk, dv, dg, dbeta, dinitial_state = torch.ops.flashqla.gated_delta_rule_backward(
+        q, k, v, g, beta, do, dfinal_state, ctx.scale, initial_state, offsets, ctx.state_v_first, ctx.l2norm)
+    # fmt: on
+    dg, dinitial_state = (None if g is None else dg), (None if initial_state is None else dinitial_state)
+    return dq, dk, dv, dg, dbeta, None, dinitial_state, None, None, None, None, None, None
+
+
+def _refuse_second_derivatives(ctx: Any, *gradients: Tensor | None) -> NoReturn:
+    raise UnsupportedError(
+        "second derivatives of the gated delta rule are not supported",
+        given="a backward pass through gradients that were computed with create_graph=True",
+        do="differentiate twice through flashqla.reference.chunk_gated_delta_rule_reference",
+    )
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, float? scale, Tensor? initial_state, "
+    "bool output_final_state, bool l2norm, Tensor? cu_seqlens, bool state_v_first, bool auto_cp, Tensor? cu_seqlens_cpu"
+)
+_GRADIENT_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor do, Tensor? dfinal_state, float scale, "
+    "Tensor? initial_state, Tensor? cu_seqlens, bool state_v_first, bool l2norm"
+)
+for _name, _arguments, _results, _function, _fake_function in (
+    ("gated_delta_rule", _ARGUMENTS, 2, _op, _op_fake),
+    ("gated_delta_rule_fwd", _ARGUMENTS + ", bool output_h", 5, _op_fwd, _op_fwd_fake),
+    ("gated_delta_rule_backward", _GRADIENT_ARGUMENTS, 6, _op_backward, _op_backward_fake),
+):
+    _schema = f"({_arguments}) -> ({', '.join(['Tensor'] * _results)})"
+    torch.library.define(f"flashqla::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(f"flashqla::{_name}", "CompositeExplicitAutograd", _function)
+    torch.library.register_fake(f"flashqla::{_name}", _fake_function)
+torch.library.register_autograd("flashqla::gated_delta_rule", _differentiate, setup_context=_save)
+torch.library.register_autograd("flashqla::gated_delta_rule_backward", _refuse_second_derivatives)

@@ -1,0 +1,121 @@
+"""Host side of the kernels: lays out their arguments, compiles each kernel once, launches them in order.
+
+Arguments are right when they get here (`ops.checks`), and what to run is decided (`ops.plan`).
+"""
+
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashqla.ops.checks import CHUNK, DTYPES, HEAD_DIM, Problem
+from flashqla.ops.kernels.common import RECORD
+from flashqla.ops.kernels.forward import build_forward
+from flashqla.ops.kernels.inverse import build_inverse
+from flashqla.ops.plan import Plan
+
+_BUILDERS = {"inverse": build_inverse, "forward": build_forward}
+_compiling = Lock()  # TileLang's factories keep the last call in plain fields
+
+
+class Forward(NamedTuple):
+    """Results of `forward`; see chunk_gated_delta_rule_fwd for shapes."""
+
+    g: Tensor | None
+    A: Tensor
+    o: Tensor
+    h: Tensor | None
+    final_state: Tensor | None
+
+
+@cache
+def _kernel(name: str, *arguments: Any) -> Any:
+    with _compiling:
+        return _BUILDERS[name](*arguments)
+
+
+def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
+    """Run the forward kernels on the current stream of q's device. At least one token. Never waits for the GPU.
+
+    output_g: whether to write the cumulative gate, which only a backward pass needs.
+    """
+    p = problem
+    q, k, v = _rows(p.q), _rows(p.k), _rows(p.v)
+    g, beta = None if p.g is None else p.g.flatten(0, 1), p.beta.flatten(0, 1)
+    tokens, hv, sequences = q.shape[0], p.hv, p.sequences
+    offsets, step = _offsets(p)
+    states = (sequences, hv, HEAD_DIM, HEAD_DIM)
+
+    A = q.new_empty((tokens, hv, CHUNK))
+    o = q.new_empty((tokens, hv, HEAD_DIM))
+    records = q.new_empty((tokens // CHUNK + sequences + 1, hv, RECORD, CHUNK), dtype=torch.float32)
+    cumulative = records.new_empty((tokens if output_g else 1, hv))
+    final_state = records.new_empty(states) if p.output_final_state else None
+    h = q.new_zeros((p.batch, p.chunks, *states[1:])) if p.output_h else None
+    nothing = records.as_strided(states, (0, 0, 0, 0))  # stands for a state that is not there
+    initial = nothing if p.initial_state is None else _key_first(p, p.initial_state)
+
+    dtype = DTYPES[q.dtype]
+    inverse = _kernel("inverse", dtype, DTYPES[beta.dtype if g is None else g.dtype], DTYPES[beta.dtype], p.l2norm)
+    # fmt: off
+    inverse(
+        q, k, beta if g is None else g, beta, offsets, A, records, cumulative, o, p.scale, sequences, step, hv // p.hk,
+        plan.heads_per_inverse, int(g is not None), int(output_g),
+    )
+    run = _kernel("forward", plan.v_tile, dtype, DTYPES[initial.dtype], p.output_h)
+    run(
+        q, k, v, A, records, offsets, initial, o, nothing if final_state is None else _key_first(p, final_state), hv // p.hk,
+        None if h is None else _key_first(p, h).flatten(0, 1), p.scale, step, int(p.initial_state is not None), int(p.output_final_state),
+    )
+    # fmt: on
+    rows = p.v.shape[:2]
+    return Forward(
+        cumulative.view(*rows, hv) if output_g else None,
+        A.view(*rows, hv, CHUNK),
+        o.view(p.v.shape),
+        h,
+        final_state,
+    )
+
+
+def compile_all(dtypes: tuple[str, ...] = ("bfloat16",)) -> None:
+    """Compile, or load from TileLang's cache, every kernel that a forward call in these dtypes can need."""
+    for dtype in dtypes:
+        _kernel("inverse", dtype, "float32", "float32", False)
+        for v_tile in (128, 64):
+            _kernel("forward", v_tile, dtype, "float32", False)
+
+
+def _key_first(problem: Problem, state: Tensor) -> Tensor:
+    return state.transpose(-1, -2) if problem.state_v_first else state
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, T, H, D] as [B * T, H, D], copied only where a tensor copy engine cannot read it in place."""
+    x = x.flatten(0, 1)
+    if x.stride(2) != 1 or x.stride(0) % 8 or x.stride(1) % 8 or x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _offsets(problem: Problem) -> tuple[Tensor, int]:
+    """Offsets as int32 on the device, and the distance from one to the next: of int64 the low words are taken."""
+    if problem.cu_seqlens is None:
+        return _even_offsets(problem.batch, problem.tokens, problem.q.device), 1
+    if problem.cu_seqlens.dtype == torch.int64:
+        return problem.cu_seqlens.view(torch.int32), 2
+    return problem.cu_seqlens, 1
+
+
+def _even_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
+    # What is allocated while a graph is captured lives in the graph's memory: it must not outlive it in a cache.
+    if torch.cuda.is_current_stream_capturing():
+        return _make_offsets.__wrapped__(batch, tokens, device)
+    return _make_offsets(batch, tokens, device)
+
+
+@cache
+def _make_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens

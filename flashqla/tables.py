@@ -1,0 +1,258 @@
+"""Records as plain text. The same run always gives the same bytes: published tables are rendered from their JSON."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from flashqla.records import Record, Run, TensorErrors, judged, went_wrong
+
+CLOCKS = {"graph": "CUDA graph replay", "events": "CUDA events", "wall": "wall clock"}
+
+
+def bench_text(run: Run) -> str:
+    """Table of a bench run: a block per model, a row per layout, and how many times faster than each peer we are.
+
+    Columns: time per backend in ms (ours first), on a GPU our call time from the host in ms, ratios peer / ours.
+    """
+    backends = _backends(run)
+    ours, peers = backends[0], backends[1:]
+    notes = _Notes()
+    # On the CPU the host is the device, and a call has one time.
+    eager = any(record.timing and record.timing.clock != "wall" for record in run.records)
+    ratios: list[dict[str, float]] = []
+    lines: list[str] = []
+    for title, rows in _blocks(run):
+        block = [_ratios(row, ours, peers) for row in rows]
+        ratios += block
+        cells = [
+            ["", *("ms" for _ in backends), *["call ms"] * eager, *("faster than" for _ in peers)],
+            ["layout", *backends, *[ours] * eager, *peers],
+        ]
+        for row, ratio in zip(rows, block, strict=True):
+            times = [_time(row.get(name), notes) for name in backends]
+            timing = row[ours].timing if ours in row else None
+            call = _ms(timing.call_ms if timing else None)
+            cells.append([_label(row), *times, *[call] * eager, *(_ratio(ratio.get(name)) for name in peers)])
+        if peers:
+            cells.append(["geometric mean", *[""] * (len(backends) + eager), *_means(block, peers)])
+        lines += ["", title, *_grid(cells)]
+    if peers:
+        least = [_ratio(min((row[name] for row in ratios if name in row), default=None)) for name in peers]
+        most = [_ratio(max((row[name] for row in ratios if name in row), default=None)) for name in peers]
+        cells = [["", *peers], ["geometric mean", *_means(ratios, peers)], ["least", *least], ["most", *most]]
+        counts = [str(sum(name in row for row in ratios)) for name in peers]
+        lines += ["", f"All rows: {ours} faster than", *_grid([*cells, ["rows", *counts]])]
+    legend = [
+        "ms: median time of the op alone.",
+        *[f"call ms: median time of {ours} called from Python and waited for."] * eager,
+        *[f"faster than: time of the other / time of {ours}; above 1.00x {ours} is the faster one."] * bool(peers),
+        "n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled.",
+        "Means leave out rows without a ratio.",
+    ]
+    return "\n".join([*_header(run), *lines, "", *legend, *_kernels(run), *notes.lines()]) + "\n"
+
+
+def verify_text(run: Run) -> str:
+    """Table of a verify run: a row per case, the relative L2 errors of each output per backend, the worst case last."""
+    backends, ours = _backends(run), judged(run)
+    notes = _Notes()
+    rows = [row for _, rows in _blocks(run) for row in rows]
+    rows.sort(key=lambda row: max((_badness(row[name]) for name in ours if name in row), default=0.0))
+    bounded = {name: [name, "bound"] if name in ours else [name] for name in backends}
+    cells = [["case", *(title for titles in bounded.values() for title in titles), "verdict"]]
+    for row in rows:
+        line = [next(iter(row.values())).case_id]
+        for name, titles in bounded.items():
+            record = row.get(name)
+            bound = f"{record.bound:.1e}" if record and record.bound is not None else "-"
+            line += [_errors(record, notes), bound][: len(titles)]
+        cells.append([*line, _verdict(row, ours)])
+    outputs = dict.fromkeys(name for record in run.records for name in record.errors)
+    legend = [
+        f"Relative L2 error against the float64 recurrence: {' / '.join(outputs) or 'none'}. !: above the bound.",
+        "n/a: not run, see the note. A peer that is off says nothing about the others: the yardstick is float64.",
+    ]
+    lines = [*_header(run), "", *_grid(cells), "", *legend, *_kernels(run), *notes.lines(), ""]
+    return "\n".join([*lines, *(_summary(run, name) for name in backends)]) + "\n"
+
+
+class _Notes:
+    """Numbered footnotes, each text once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def mark(self, record: Record) -> str:
+        """`[3]`, or nothing for a record that has nothing to say."""
+        facts = ["" if record.status == "ok" else record.status, record.reason, record.hint and f"hint: {record.hint}"]
+        text = ", ".join(fact for fact in facts if fact)
+        if not text:
+            return ""
+        text = f"{record.backend}: {text}"
+        return f"[{self._numbers.setdefault(' '.join(text.split()), len(self._numbers) + 1)}]"
+
+    def lines(self) -> list[str]:
+        return [f"[{number}] {text}" for text, number in self._numbers.items()]
+
+
+def _header(run: Run) -> list[str]:
+    env, settings = run.environment, run.settings
+    readings = [record.clocks for record in run.records if record.clocks]
+    speeds = [reading.sm_mhz for reading in readings if reading.sm_mhz]
+    device = [env.gpu or "no GPU"]
+    device += [f"{env.sm_count} SMs"] if env.sm_count else []
+    device += [f"driver {env.driver}"] if env.driver else []
+    device += [f"SM clock {_range(speeds)} MHz"] if speeds else []
+    versions = {
+        "python": env.python,
+        "torch": env.torch,
+        "CUDA": env.cuda,
+        "triton": env.triton,
+        "tilelang": env.tilelang,
+        "tvm-ffi": env.tvm_ffi,
+    }
+    revision = f" (git {env.git_revision})" if env.git_revision else ""
+    timings = [record.timing for record in run.records if record.timing]
+    timing = [f"L2 {timings[0].l2}", " or ".join(dict.fromkeys(CLOCKS[t.clock] for t in timings))] if timings else []
+    timing += [f"{_range(len(t.samples) for t in timings)} samples per time"] if timings else []
+    timing += [f"{name} {settings[name]}" for name in ("suite", "seed", "device") if settings.get(name) is not None]
+    facts = {
+        "started": run.started.isoformat() + (", interrupted" if run.interrupted else ""),
+        "device": ", ".join(device),
+        "cpu": env.cpu,
+        "software": f"flashqla {env.flashqla}{revision}, " + _list(versions),
+        "peers": _list(env.peers) or "none installed",
+        "kernels": f"sources sha256 {env.kernel_fingerprint}",
+        "settings": ", ".join(timing),
+    }
+    return [f"flashqla {run.kind.replace('-', ' ')}", *(f"  {name:<10}{text}" for name, text in facts.items())]
+
+
+def _range(numbers: Iterable[int]) -> str:
+    ends = sorted(numbers)
+    return f"{ends[0]}-{ends[-1]}" if ends[0] != ends[-1] else f"{ends[0]}"
+
+
+def _list(versions: dict[str, str | None]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+def _kernels(run: Run) -> list[str]:
+    """What ran, a line per backend."""
+    ran: dict[str, dict[str, None]] = {name: {} for name in _backends(run)}
+    for record in run.records:
+        # Names that generators give to kernels run to hundreds of characters; the file has them whole.
+        ran[record.backend].update(dict.fromkeys(k if len(k) <= 120 else k[:117] + "..." for k in record.kernels))
+    return [f"{name} ran: {', '.join(kernels)}" for name, kernels in ran.items() if kernels]
+
+
+def _backends(run: Run) -> list[str]:
+    """Backends in the order in which they ran, ours first."""
+    names = list(dict.fromkeys(record.backend for record in run.records))
+    return sorted(names, key=lambda name: name not in judged(run)) or ["none"]
+
+
+def _blocks(run: Run) -> list[tuple[str, list[dict[str, Record]]]]:
+    """Records as (block title, rows); a row maps backend to record. Order of first appearance."""
+    blocks: dict[str, dict[str, dict[str, Record]]] = {}
+    for record in run.records:
+        title = f"{record.model}  h_k={record.hk} h_v={record.hv}".strip()
+        blocks.setdefault(title, {}).setdefault(record.case_id, {})[record.backend] = record
+    return [(title, list(rows.values())) for title, rows in blocks.items()]
+
+
+def _label(row: dict[str, Record]) -> str:
+    """The layout, which is all that differs between rows of a model; else all of the id but the heads."""
+    record = next(iter(row.values()))
+    return record.layout if record.model else record.case_id.partition("/")[2]
+
+
+def _ratios(row: dict[str, Record], ours: str, peers: Sequence[str]) -> dict[str, float]:
+    """Time of each peer over ours, where both have a time and a right result."""
+    times = {
+        name: record.timing.gpu_ms
+        for name, record in row.items()
+        if record.status == "ok" and record.passed is not False and record.timing and record.timing.gpu_ms
+    }
+    return {name: times[name] / times[ours] for name in peers if name in times and ours in times}
+
+
+def _means(ratios: Iterable[dict[str, float]], peers: Sequence[str]) -> list[str]:
+    def mean(values: list[float]) -> float | None:
+        return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+    rows = list(ratios)
+    return [_ratio(mean([row[name] for row in rows if name in row])) for name in peers]
+
+
+def _time(record: Record | None, notes: _Notes) -> str:
+    if record is None:
+        return "-"
+    if record.status != "ok" or record.timing is None or record.timing.gpu_ms is None:
+        return "n/a" + notes.mark(record)
+    wrong = "!" if record.passed is False else ""
+    throttled = "*" if record.clocks and record.clocks.throttle else ""
+    return _ms(record.timing.gpu_ms) + wrong + throttled + notes.mark(record)
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if value < 10 else f"{value:.2f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _errors(record: Record | None, notes: _Notes) -> str:
+    if record is None:
+        return "-"
+    if record.status != "ok":
+        return "n/a" + notes.mark(record)
+    text = " / ".join(_error(error) for error in record.errors.values())
+    return text + ("!" if record.passed is False else "") + notes.mark(record)
+
+
+def _error(error: TensorErrors) -> str:
+    if error.nan or error.inf:
+        return f"{error.nan} nan, {error.inf} inf"
+    return "n/a" if error.rel_l2 is None else f"{error.rel_l2:.1e}"
+
+
+def _badness(record: Record) -> float:
+    """Sort key: the worst error in bounds, anything that went wrong after anything that went right."""
+    worst = max((error.rel_l2 or 0.0 for error in record.errors.values()), default=0.0)
+    return worst / (record.bound or 1.0) + (1e9 if went_wrong(record) else 0.0)
+
+
+def _verdict(row: dict[str, Record], ours: Sequence[str]) -> str:
+    words = []
+    for name, record in row.items():
+        mine = name in ours
+        who = "" if mine and len(ours) == 1 else f"{name} "
+        if record.status != "ok":
+            words += [f"{who}{record.status}"] if mine else []
+        elif record.passed is False:
+            words.append(f"{who}WRONG" if mine else f"{name} off")
+        elif record.deterministic is False:
+            words.append(f"{who}not deterministic")
+        elif record.passed is None and mine:  # the rule itself diverges there, so errors mean nothing
+            words.append(f"{who}not judged")
+    return ", ".join(words) or "ok"
+
+
+def _summary(run: Run, backend: str) -> str:
+    records = [record for record in run.records if record.backend == backend]
+    failed = sum(map(went_wrong, records))
+    passed = sum(record.passed is True and not went_wrong(record) for record in records)
+    idle = [record for record in records if not record.passed and not went_wrong(record)]
+    other = Counter("not judged" if record.status == "ok" else record.status for record in idle)
+    rest = "".join(f", {count} {what}" for what, count in sorted(other.items()))
+    return f"{backend}: {passed} passed, {failed} failed{rest}"
+
+
+def _grid(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Cells in columns, the first one to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]

@@ -1,0 +1,105 @@
+"""Backends and measuring on a GPU: each peer right against float64, and timed through a graph that holds its call."""
+
+import pytest
+import torch
+
+from flashqla import accuracy, backends, inputs, measure, runner
+from flashqla.backends import Backend
+from flashqla.cases import Case
+from flashqla.device import PEERS
+from flashqla.measure import Config
+from flashqla.records import Record
+
+CASES = {
+    "packed, mixed gates, a tail": Case(2, 8, (130, 64, 73), tail=7),
+    "dense batch, V-first, bf16 gates and state": Case(
+        4, 4, (192, 192), batch=True, gate="typical", gate_dtype="bfloat16", state_dtype="bfloat16", state_v_first=True
+    ),
+}
+# Peers round the cumulative gate, the states of a split or more to 16 bits: enough to tell a convention that is wrong.
+RIGHT = 2e-2
+
+
+def peer(name: str) -> Backend:
+    (backend,) = backends.create([name], "cuda")
+    if reason := backend.missing():
+        pytest.skip(f"{name}: {reason}")
+    return backend
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_is_right(name: str, case: Case) -> None:
+    backend = peer(name)
+    assert backend.unsupported(case, "fwd") is None
+    drawn = inputs.make(case, 0, "cuda")
+    before = accuracy.snapshot(drawn.tensors())
+    right = accuracy.truth(drawn).outputs
+    with torch.no_grad():
+        outputs = backend.prepare(drawn, "fwd")()
+    assert outputs.keys() == right.keys()
+    found = accuracy.errors(outputs, right, case.tokens)
+    assert accuracy.within(found, dict.fromkeys(right, RIGHT)), found
+    assert accuracy.same(before, drawn.tensors())
+
+
+@pytest.mark.parametrize("l2", ["cold", "warm"])
+@pytest.mark.parametrize("name", ["flashqla", *PEERS])
+def test_a_graph_holds_the_call(name: str, l2: measure.L2) -> None:
+    """The outputs of the last replay are right, on inputs that were changed after the capture."""
+    backend = peer(name)
+    drawn = inputs.make(Case(2, 8, (1000, 200)), 0, "cuda")
+    with torch.no_grad():
+        call = backend.prepare(drawn, "fwd")
+        readings = measure.interleaved({name: call}, Config(repeats=6, l2=l2), "cuda")
+        reading = readings.by_name[name]
+        assert reading.error is None
+        assert reading.timing
+        assert (reading.timing.clock, reading.timing.l2, reading.note) == ("graph", l2, None)
+        assert len(reading.timing.samples) == 6
+        assert 0 < reading.timing.gpu_ms_min <= reading.timing.gpu_ms < 100
+        assert 0 < reading.timing.call_ms < 100
+        assert reading.kernels
+        drawn.v.mul_(0.5)
+        drawn.initial_state.mul_(0.5)
+        if name != "flashinfer":  # its initial state is a copy in its own layout
+            reading.owner.replay()
+            found = accuracy.errors(reading.outputs, accuracy.truth(drawn).outputs, 1200)
+            assert accuracy.within(found, dict.fromkeys(found, RIGHT)), found
+
+
+def test_a_call_that_synchronises_is_timed_with_events() -> None:
+    x = torch.ones(2**20, device="cuda")
+
+    def call() -> float:
+        return x.sum().item()
+
+    reading = measure.interleaved({"sync": call}, Config(repeats=6), "cuda").by_name["sync"]
+    assert reading.timing
+    assert reading.timing.clock == "events"
+    assert reading.note.startswith("no CUDA graph: ")
+    assert reading.outputs == 2**20
+    # The device still works, and so does the next capture.
+    after = measure.interleaved({"sum": lambda: x.sum()}, Config(repeats=6), "cuda").by_name["sum"]
+    assert after.timing
+    assert after.timing.clock == "graph"
+    assert len(after.kernels) >= 1
+
+
+def test_a_row_of_bench_and_of_verify() -> None:
+    records: list[Record] = []
+    chosen = backends.create(backends.defaults("bench", "cuda"), "cuda")
+    case = Case(2, 8, (2048,), batch=True, model="397B/122B TP8")
+    runner.bench([case], chosen, "cuda", records.append, config=Config(repeats=6), compile_ahead=False)
+    runner.verify([case], chosen, "cuda", records.append, compile_ahead=False)
+    assert [r.backend for r in records] == 2 * [backend.name for backend in chosen]
+    for record in records:
+        if record.status == "missing":
+            continue
+        assert (record.status, record.passed) == ("ok", True), record
+        assert record.kernels
+    timed = [record for record in records if record.timing]
+    assert timed
+    assert all(record.timing.clock == "graph" for record in timed)
+    assert records[0].clocks
+    assert records[0].clocks.sm_mhz > 0

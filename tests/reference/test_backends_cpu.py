@@ -1,0 +1,176 @@
+"""Backends without a GPU: what runs on a CPU, why the rest does not, and whether adapters speak each peer's language.
+
+The peers are replaced by functions that expect the peer's own conventions and compute with the chunk form.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flashqla import accuracy, backends, inputs
+from flashqla.cases import Case
+from flashqla.device import PEERS
+from flashqla.errors import ArgumentError
+from flashqla.reference import chunk_gated_delta_rule_reference
+
+CASES = {
+    "packed, strided, bf16 gates, V-first": Case(
+        2, 4, (70, 9, 42), strided=True, gate_dtype="bfloat16", state_v_first=True, state_dtype="bfloat16"
+    ),
+    "dense batch, K-first, l2norm": Case(2, 4, (70, 70), batch=True, keys="norm5", l2norm=True, gate="reset_inf"),
+    "a tail, no states": Case(1, 3, (70, 9), tail=7, initial_state=False, final_state=False),
+}
+
+
+def test_names_are_made_once_each_and_unknown_ones_refused() -> None:
+    made = backends.create(["torch-chunked", "flashqla", "torch-chunked", *PEERS], "cpu", exact=True)
+    assert [backend.name for backend in made] == ["torch-chunked", "flashqla", *PEERS]
+    assert [backend.exact for backend in made] == [True, False, False, False, False]
+    with pytest.raises(ArgumentError, match=r"unknown backend fla3\n.*given +fla3\n.*supported +flashqla, fla, "):
+        backends.create(["fla3"], "cpu")
+
+
+def test_defaults_exist() -> None:
+    for command in ("bench", "verify"):
+        for device in ("cpu", "cuda"):
+            names = backends.defaults(command, device)
+            assert [backend.name for backend in backends.create(names, device)] == list(names)
+    assert backends.defaults("verify", "cpu") == ("flashqla", "torch-chunked")
+    assert set(PEERS) < set(backends.defaults("bench", "cuda"))
+
+
+def test_peers_say_why_they_cannot_run_on_a_cpu() -> None:
+    for backend in backends.create(list(PEERS), "cpu"):
+        assert backend.missing() == "it runs on NVIDIA GPUs only"
+        assert backend.hint.startswith("pip install ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_everything_that_needs_one_is_missing() -> None:
+    made = backends.create(["flashqla", "torch-chunked", *PEERS], "cuda")
+    assert {backend.missing() for backend in made} == {"torch finds no CUDA device"}
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHQLA_TEST", "0")
+    assert (
+        backends._import_problem("no_such_package.ops", "FLASHQLA_TEST=1") == "package no_such_package is not installed"
+    )
+    assert os.environ["FLASHQLA_TEST"] == "1"
+
+
+def test_cases_that_a_backend_cannot_take() -> None:
+    made = {b.name: b for b in backends.create([*PEERS, "flashqla", "torch-recurrent"], "cpu")}
+
+    def reasons(case: Case) -> dict[str, str]:
+        return {name: reason for name, backend in made.items() if (reason := backend.unsupported(case, "fwd"))}
+
+    usual = Case(2, 8, (4096,), batch=True)
+    assert reasons(usual) == {}
+    assert list(reasons(replace(usual, lengths=(4097,)))) == ["torch-recurrent"]
+    assert list(reasons(replace(usual, dtype="float32"))) == ["flashinfer", "flash-qla"]
+    assert list(reasons(Case(2, 8, (64, 0)))) == ["flash-qla"]
+    assert list(reasons(Case(2, 8, (0, 0)))) == ["fla", "flashinfer", "flash-qla"]
+    assert all(backend.unsupported(usual, "bwd") for backend in made.values())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", ["flashqla", "torch-chunked", "torch-recurrent"])
+def test_ours_and_pytorch_are_right_on_a_cpu(name: str, case: Case) -> None:
+    _assert_right(backends.create([name], "cpu")[0], case)
+
+
+def test_an_exact_chunk_form_equals_the_recurrence_to_rounding() -> None:
+    _assert_right(backends.create(["torch-chunked"], "cpu", exact=True)[0], CASES["a tail, no states"], accuracy.EXACT)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_fla_gets_its_conventions(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def op(*, cu_seqlens_cpu: torch.Tensor | None, **arguments: Any) -> Any:
+        assert os.environ["FLA_FLASH_QLA"] == "0"
+        assert all(x.is_contiguous() for x in arguments.values() if isinstance(x, torch.Tensor))
+        if case.packed:
+            assert arguments["cu_seqlens"].dtype == torch.int64
+            assert cu_seqlens_cpu.tolist() == arguments["cu_seqlens"].tolist()
+        return chunk_gated_delta_rule_reference(**arguments)
+
+    monkeypatch.delenv("FLA_FLASH_QLA", raising=False)
+    _stand_in(monkeypatch, "fla.ops.gated_delta_rule", op)
+    _assert_right(backends.Fla("cpu"), case)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_flash_qla_gets_its_conventions(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def op(**arguments: Any) -> Any:
+        assert all(x.is_contiguous() for x in arguments.values() if isinstance(x, torch.Tensor))
+        assert not case.packed or arguments["cu_seqlens"].dtype == torch.int32
+        return chunk_gated_delta_rule_reference(**arguments)
+
+    _stand_in(monkeypatch, "flash_qla", op)
+    _assert_right(backends.FlashQla("cpu"), case)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_flashinfer_gets_its_conventions(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def op(
+        *,
+        output: torch.Tensor,
+        output_state: torch.Tensor,
+        output_final_state: bool,
+        max_seqlen: int,
+        cu_seqlens: torch.Tensor,
+        initial_state: torch.Tensor | None,
+        **rest: Any,
+    ) -> Any:
+        tokens = cu_seqlens[-1].item()
+        assert max_seqlen == cu_seqlens.diff().max()
+        assert cu_seqlens.dtype == torch.int32
+        for x in (*(rest[name] for name in ("q", "k", "v", "g", "beta")), output):
+            assert x.shape[0] == tokens
+            assert x.is_contiguous()
+        assert rest["g"].dtype == rest["beta"].dtype == output_state.dtype == torch.float32
+        assert initial_state is None or initial_state.is_contiguous()
+        rows = {name: rest.pop(name)[None] for name in ("q", "k", "v", "beta")}
+        o, state = chunk_gated_delta_rule_reference(
+            **rows,
+            g=rest.pop("g")[None].log(),
+            **rest,
+            initial_state=initial_state,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            state_v_first=True,
+        )
+        output.copy_(o[0])
+        output_state.copy_(state)
+        return (output, output_state) if output_final_state else output
+
+    _stand_in(monkeypatch, "flashinfer.gdn_prefill", op)
+    _assert_right(backends.FlashInfer("cpu"), case)
+
+
+def _stand_in(monkeypatch: pytest.MonkeyPatch, module: str, op: Callable[..., Any]) -> None:
+    """Install `op` as chunk_gated_delta_rule of a module that is not there."""
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+    sys.modules[module].chunk_gated_delta_rule = op  # type: ignore[attr-defined]
+
+
+def _assert_right(backend: backends.Backend, case: Case, bound: float = accuracy.FLOOR) -> None:
+    assert backend.unsupported(case, "fwd") is None
+    drawn = inputs.make(case, 0, "cpu")
+    before = accuracy.snapshot(drawn.tensors())
+    right = accuracy.truth(drawn).outputs
+    with torch.no_grad():
+        outputs = backend.prepare(drawn, "fwd")()
+    assert outputs.keys() == right.keys()
+    found = accuracy.errors(outputs, right, case.tokens)
+    assert accuracy.within(found, dict.fromkeys(right, bound)), found
+    assert accuracy.same(before, drawn.tensors())
+    assert backend.kernels(drawn)

@@ -1,0 +1,296 @@
+"""The loops of bench and verify on a CPU: what becomes of backends that are right, wrong, broken or missing."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from flashqla import accuracy, backends, runner
+from flashqla.backends import Call, Outputs
+from flashqla.cases import Case, Direction, suite
+from flashqla.inputs import Inputs
+from flashqla.measure import Config
+from flashqla.records import Record
+
+CASE = Case(1, 2, (70, 9), tail=5, gate="strong")
+QUICK = Config(repeats=2)
+Change = Callable[[Inputs, Outputs], object]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The op of this package, after which `change` alters its outputs (or does something worse)."""
+
+    change: Change
+    name: str = "changed"
+    reason: str | None = None
+    hint: str = "pip install it"
+    capturable: bool = False
+    compiles: str = "never"
+    exact: bool = False
+    contract: bool = True
+
+    def missing(self) -> str | None:
+        return self.reason
+
+    def unsupported(self, case: Case, direction: Direction) -> str | None:
+        return None
+
+    def prepare(self, inputs: Inputs, direction: Direction) -> Call:
+        run = backends.Flashqla("cpu").prepare(inputs, direction)
+
+        def call() -> Outputs:
+            outputs = run()
+            self.change(inputs, outputs)
+            return outputs
+
+        return call
+
+    def kernels(self, inputs: Inputs) -> list[str]:
+        return ["a kernel"]
+
+
+def nothing(inputs: Inputs, outputs: Outputs) -> None:
+    pass
+
+
+def scale_o(factor: float) -> Change:
+    return lambda inputs, outputs: outputs["o"].mul_(factor)
+
+
+def verified(change: Change, *others: backends.Backend, case: Case = CASE, **fields: object) -> Record:
+    """The record of a changed backend; the others run after it."""
+    records: list[Record] = []
+    runner.verify([case], [Changed(change, **fields), *others], "cpu", records.append)  # type: ignore[arg-type, list-item]
+    assert len(records) == 1 + len(others)
+    return records[0]
+
+
+def test_verify_passes_what_is_right() -> None:
+    records: list[Record] = []
+    cases = suite("smoke")[2:5]
+    runner.verify(
+        cases, backends.create(["flashqla", "torch-chunked", "fla"], "cpu", exact=True), "cpu", records.append
+    )
+    assert [(r.case_id, r.backend) for r in records] == [
+        (case.id, name) for case in cases for name in ("flashqla", "torch-chunked", "fla")
+    ]
+    for ours, exact, peer in zip(records[::3], records[1::3], records[2::3], strict=True):
+        assert (ours.status, ours.passed, ours.deterministic, ours.bound) == ("ok", True, True, accuracy.FLOOR)
+        assert 1e-5 < ours.errors["o"].rel_l2 < accuracy.FLOOR
+        assert ours.errors["final_state"].rel_l2 < 1e-6
+        assert ours.kernels == ["PyTorch chunk form in float32"]
+        assert (exact.passed, exact.bound, exact.reason) == (True, accuracy.EXACT, None)
+        assert exact.errors["o"].rel_l2 < 1e-12
+        assert (peer.status, peer.hint) == ("missing", "pip install flash-linear-attention==0.6.0")
+        assert peer.passed is None
+        assert {r.command for r in (ours, exact, peer)} == {"verify"}
+
+
+def test_a_wrong_result_fails() -> None:
+    record = verified(scale_o(1.5))
+    assert (record.status, record.passed, record.reason) == ("ok", False, "off the float64 recurrence")
+    assert record.errors["o"].rel_l2 == pytest.approx(0.5, abs=0.01)
+    assert record.errors["o"].cosine == pytest.approx(1, abs=1e-3)
+
+
+def test_nan_fails_and_is_counted() -> None:
+    record = verified(lambda inputs, outputs: outputs["final_state"][1, 0, :3, 0].fill_(torch.nan))
+    assert record.passed is False
+    assert (record.errors["final_state"].nan, record.errors["final_state"].rel_l2) == (3, None)
+
+
+def test_broken_promises_fail_under_our_contract_only() -> None:
+    def dirty(inputs: Inputs, outputs: Outputs) -> None:
+        outputs["o"][:, -1] = torch.nan
+
+    record = verified(dirty)
+    assert (record.passed, record.reason) == (False, "rows of o past the last offset are not 0")
+    assert verified(dirty, contract=False).passed is True
+
+
+def test_a_backend_that_differs_from_run_to_run_fails() -> None:
+    runs = iter(range(9))
+    record = verified(lambda inputs, outputs: outputs["o"].mul_(1 + next(runs) / 128))
+    assert (record.passed, record.deterministic, record.reason) == (False, False, "two runs differ")
+
+
+def test_changed_inputs_fail_and_are_restored_for_the_next_backend() -> None:
+    def spoil(inputs: Inputs, outputs: Outputs) -> None:
+        inputs.v.mul_(1.0 + 2.0**-6)
+
+    records: list[Record] = []
+    runner.verify([CASE], [Changed(spoil), Changed(nothing, "next")], "cpu", records.append)  # type: ignore[list-item]
+    assert "it changed its inputs" in records[0].reason
+    assert records[1].passed is True
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (ValueError("no\nway"), "failed", "ValueError: no"),
+        (NotImplementedError("only on Mondays"), "unsupported", "NotImplementedError: only on Mondays"),
+        (torch.cuda.OutOfMemoryError("asked for 2 GiB,\n 1 GiB is free"), "oom", "asked for 2 GiB, 1 GiB is free"),
+        (RuntimeError("CUDA error: out of memory"), "oom", "CUDA error: out of memory"),
+        (MemoryError("no memory"), "oom", "no memory"),
+    ],
+)
+def test_an_error_is_a_status_with_a_reason(error: Exception, status: str, reason: str) -> None:
+    def fail(inputs: Inputs, outputs: Outputs) -> None:
+        raise error
+
+    ours = backends.create(["flashqla"], "cpu")[0]
+    for run in (runner.verify, runner.bench):
+        records: list[Record] = []
+        run([CASE], [Changed(fail), ours], "cpu", records.append)  # type: ignore[list-item]
+        assert (records[0].status, records[0].reason, records[0].passed) == (status, reason, None)
+        assert records[0].timing is None
+        assert (records[1].status, records[1].passed) == ("ok", True)
+
+
+def test_ours_may_be_a_little_worse_than_the_best_peer() -> None:
+    """Errors of 1 %: too many alone, right beside a peer that is as far off, wrong beside a better one."""
+    one_percent = scale_o(1.01)
+    assert verified(one_percent).passed is False
+    as_bad = verified(one_percent, Changed(one_percent, "fla"))  # type: ignore[arg-type]
+    assert as_bad.passed is True
+    assert as_bad.bound == pytest.approx(0.011, abs=5e-4)
+    assert verified(one_percent, Changed(one_percent, "fla"), Changed(nothing, "flash-qla")).passed is False  # type: ignore[arg-type]
+
+
+def test_a_peer_is_not_excused_by_itself() -> None:
+    assert verified(scale_o(1.01), name="fla").passed is False
+
+
+def test_outside_the_stable_range_nothing_is_judged() -> None:
+    case = Case(1, 1, (40,), batch=True, keys="norm5", gate="zero")
+    record = verified(scale_o(1.5), case=case)
+    assert (record.status, record.passed) == ("ok", None)
+    assert record.reason.startswith("outside the stable range: beta |k|^2")
+
+
+def test_long_sequences_are_judged_by_the_chunk_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "RECURRENCE_TOKENS", 69)
+    record = verified(nothing, case=replace(CASE, tail=0))
+    assert (record.passed, record.reason) == (True, "truth: float64 chunk form")
+    exact = verified(nothing, exact=True)
+    assert exact.status == "unsupported"
+    assert "70 tokens" in exact.reason
+
+
+def test_bench_times_and_checks() -> None:
+    records: list[Record] = []
+    slow = Changed(scale_o(1.5), "slow and wrong")
+    missing = Changed(nothing, "gone", reason="it is not here")
+    chosen = [*backends.create(["flashqla", "torch-recurrent"], "cpu"), slow, missing]
+    runner.bench([CASE, replace(CASE, gate="mixed")], chosen, "cpu", records.append, config=QUICK)  # type: ignore[arg-type]
+    assert [r.backend for r in records] == ["flashqla", "torch-recurrent", "slow and wrong", "gone"] * 2
+    for ours, recurrent, wrong, gone in (records[:4], records[4:]):
+        assert ours.passed is recurrent.passed is True
+        assert (wrong.status, wrong.passed, wrong.reason) == ("ok", False, "wrong result")
+        for record in (ours, recurrent, wrong):
+            assert record.timing.repeats == len(record.timing.samples) == 2
+            assert record.timing.clock == "wall"
+            assert 0 < record.timing.gpu_ms < 1000 * 60
+            assert record.compile_s > 0
+            assert record.kernels
+        assert (gone.status, gone.reason, gone.hint, gone.timing) == (
+            "missing",
+            "it is not here",
+            "pip install it",
+            None,
+        )
+
+
+def test_bench_notices_changed_inputs() -> None:
+    records: list[Record] = []
+
+    def spoil(inputs: Inputs, outputs: Outputs) -> None:
+        inputs.beta.mul_(0.999)
+
+    runner.bench([CASE], [Changed(spoil)], "cpu", records.append, config=QUICK)  # type: ignore[list-item]
+    assert (records[0].passed, records[0].reason) == (False, "a backend of this row changed the inputs")
+    assert records[0].timing
+
+
+@pytest.mark.parametrize("run", [runner.verify, runner.bench])
+def test_an_interrupt_keeps_finished_rows(run: Callable[..., None]) -> None:
+    def interrupt(inputs: Inputs, outputs: Outputs) -> None:
+        if inputs.case.gate == "zero":
+            raise KeyboardInterrupt
+
+    records: list[Record] = []
+    cases = [CASE, replace(CASE, gate="zero"), replace(CASE, gate="tiny")]
+    chosen = [Changed(nothing, "first"), Changed(interrupt, "second"), Changed(nothing, "gone", reason="not here")]
+    with pytest.raises(KeyboardInterrupt):
+        run(cases, chosen, "cpu", records.append)
+    assert [r.status for r in records] == ["ok", "ok", "missing", "interrupted", "interrupted", "missing"]
+    assert [r.case_id for r in records] == [cases[0].id] * 3 + [cases[1].id] * 3
+
+
+@pytest.mark.parametrize("run", [runner.verify, runner.bench])
+def test_what_backends_print_goes_to_stderr(run: Callable[..., None], capfd: pytest.CaptureFixture[str]) -> None:
+    def shout(inputs: Inputs, outputs: Outputs) -> None:
+        os.write(1, b"compiling\n")
+
+    run([CASE], [Changed(shout)], "cpu", lambda record: print("row", record.status))  # noqa: T201
+    out, err = capfd.readouterr()
+    assert out == "row ok\n"
+    assert err.startswith("compiling\n")
+
+
+def test_nothing_is_compiled_ahead_on_a_cpu() -> None:
+    chosen = backends.create(["flashqla", "fla", "flash-qla"], "cpu")
+    assert runner.warm_up(suite("qwen"), chosen, "cpu") < 1
+
+
+def test_compiling_ahead_takes_a_job_per_peer_and_head_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    here: dict[str, list[Case]] = {}
+    elsewhere: list[tuple[str, tuple[int, int], int]] = []
+
+    class Pool:
+        def __init__(self, workers: int, context: object) -> None:
+            assert 1 <= workers <= runner.MAX_COMPILERS
+
+        def __enter__(self) -> "Pool":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def submit(self, function: object, name: str, cases: list[Case], device: str, seed: int) -> Future[None]:
+            elsewhere.append((name, (cases[0].hk, cases[0].hv), len(cases)))
+            assert len({(case.hk, case.hv) for case in cases}) == 1
+            future: Future[None] = Future()
+            future.set_exception(RuntimeError("died"))  # must not matter
+            return future
+
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(runner, "_compile", lambda name, cases, device, seed: here.update({name: list(cases)}))
+    fakes = [
+        Changed(nothing, "fla", compiles="per head count"),
+        Changed(nothing, "flash-qla", compiles="per head count", reason="missing"),
+        Changed(nothing, "flashinfer", compiles="once"),
+        Changed(nothing, "torch-chunked"),
+    ]
+    cases = suite("qwen")
+    runner.warm_up(cases, fakes, "cuda")  # type: ignore[arg-type]
+    assert {name for name, _, _ in elsewhere} == {"fla"}
+    assert sorted(heads for _, heads, _ in elsewhere) == sorted({(case.hk, case.hv) for case in cases})
+    assert sum(count for _, _, count in elsewhere) == len(cases) == 171
+    assert list(here) == ["flashinfer"]
+    assert {case.layout for case in here["flashinfer"]} == {case.layout for case in cases}
+    assert {case.hv for case in here["flashinfer"]} == {8, 64}
+
+
+def test_verify_leaves_the_number_of_threads_alone() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert verified(nothing).passed is True
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

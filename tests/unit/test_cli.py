@@ -1,0 +1,393 @@
+"""The command line, with the layers below replaced: options, streams, exit codes, files."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import flashqla
+from flashqla import device
+from flashqla.cases import Case, suite
+from flashqla.cli import console, session
+from flashqla.cli.app import app
+from flashqla.errors import ArgumentError, FlashqlaError, UnsupportedError
+from flashqla.records import Record, Run, read
+from flashqla.tables import bench_text, verify_text
+
+Make = Callable[..., Record]
+COMMANDS = [[], ["verify"], ["bench"], ["bench", "fwd"], ["doctor"], ["explain"], ["cases"]]
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, prog_name="flashqla")
+
+
+class Layers:
+    """Stands for backends, measure and runner: gives one record per case and backend, as `answer` says."""
+
+    def __init__(self, answer: Callable[[Case, str], Record]) -> None:
+        self.answer = answer
+        self.asked: dict[str, Any] = {}
+        self.before: Callable[[int], None] = lambda count: None  # called before each record
+
+    def create(self, names: Sequence[str], where: str, *, exact: bool = False) -> list[str]:
+        if "nonsense" in names:
+            raise ArgumentError("unknown backend", given="nonsense")
+        self.asked |= {"names": list(names), "device": where, "exact": exact}
+        return list(names)
+
+    def loop(self, cases: Sequence[Case], backends: Sequence[str], where: str, sink: Any, **options: Any) -> None:
+        self.asked |= {"cases": cases, **options}
+        sys.stdout.write("compiling\n")  # as libraries do
+        os.write(1, b"compiling\n")
+        for count, (case, backend) in enumerate((case, backend) for case in cases for backend in backends):
+            self.before(count)
+            sink(self.answer(case, backend))
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch, timed: Make, verified: Make) -> Iterator[Layers]:
+    """The layers that need torch, replaced, on a machine without a GPU."""
+    fake = Layers(lambda case, backend: verified(case, backend, 1e-3, 1e-3))
+    modules = {
+        "backends": SimpleNamespace(create=fake.create, defaults=lambda command, where: ("flashqla", "fla")),
+        "measure": SimpleNamespace(Config=lambda **settings: settings),
+        "runner": SimpleNamespace(verify=fake.loop, bench=fake.loop),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"flashqla.{name}", module)
+        monkeypatch.setattr(flashqla, name, module, raising=False)
+    monkeypatch.setattr(device, "gpu", lambda index=0: None)
+    return fake
+
+
+def pretend_torch(monkeypatch: pytest.MonkeyPatch, *, cuda: bool) -> None:
+    torch = ModuleType("torch")
+    torch.__spec__ = ModuleSpec("torch", None)
+    torch.cuda = SimpleNamespace(is_available=lambda: cuda)  # type: ignore[attr-defined]
+    torch.version = SimpleNamespace(cuda="13.0")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+
+# Help, version, usage
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_ends_with_two_commands_that_run(command: list[str]) -> None:
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    *_, heading, first, second = result.stdout.rstrip().splitlines()
+    assert heading.strip() == "Examples:"
+    for line in (first, second):
+        words = line.replace('"', "").split()
+        assert words[0] == "flashqla"
+        assert words[1 : 1 + len(command)] == command or not command
+        assert invoke(*words[1:], "--help").exit_code == 0
+
+
+def test_help_documents_exit_codes() -> None:
+    text = invoke("--help").stdout
+    for code in ("0 ", "1 ", "2 ", "3 ", "4 ", "70 ", "130 "):
+        assert f"\n    {code}" in text
+
+
+def test_version() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"flashqla {flashqla.__version__}\n")
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_import_nothing_heavy(option: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "flashqla", option]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & {"torch", "tilelang", "pydantic", "rich", "numpy", "pynvml"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nothing"], 2, "No such command"),
+        (["verify", "--bogus"], 2, "--bogus"),
+        (["bench", "fwd", "--repeats", "0"], 2, "--repeats"),
+        (["bench", "fwd", "--l2", "hot"], 2, "hot"),
+        (["bench", "fwd", "--heads", "2"], 2, "error: --heads takes two numbers"),
+        (["cases", "--suite", "no"], 2, "error: unknown suite"),
+        (["cases", "-k", "no such case"], 4, "error: no case is left"),
+        (["explain", "--lengths", "a"], 2, "error: --lengths takes numbers"),
+        (["explain", "--heads", "3,4"], 2, "error: head counts do not fit"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], code: int, message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "known"),
+    [
+        (UnsupportedError("not here", do="go there"), 3, True),
+        (FlashqlaError("a bug"), 70, False),
+        (ZeroDivisionError("a bug"), 70, False),
+        (KeyboardInterrupt(), 130, None),
+    ],
+)
+def test_errors_become_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, known: bool | None
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("flashqla.cli.options.chosen_cases", fail)
+    result = invoke("cases")
+    assert result.exit_code == code
+    assert ("Traceback" in result.stderr) == (known is False)
+    if known:
+        assert result.stderr == "error: not here\n  do         go there\n"
+
+
+# cases
+
+
+def test_cases_lists_ids_and_notes() -> None:
+    result = invoke("cases", "--suite", "hard", "-k", "/1x1/", "-k", "1x2/")
+    assert result.stdout.splitlines() == [
+        "hk2-hv4/1x1/mixed  lengths around a chunk",
+        "hk2-hv4/1x2/mixed  lengths around a chunk",
+    ]
+
+
+def test_cases_as_json() -> None:
+    rows = json.loads(invoke("cases", "--suite", "qwen", "--heads", "2,8", "--lens", "8192x4", "--json").stdout)
+    assert [(row["id"], row["model"], row["lengths"]) for row in rows] == [
+        ("hk2-hv8/8192x4/mixed", "397B/122B TP8", [8192] * 4)
+    ]
+
+
+# verify and bench
+
+
+def test_verify_prints_the_table_on_stdout_and_nothing_else(layers: Layers, capfd: pytest.CaptureFixture[str]) -> None:
+    result = invoke("verify", "--suite", "smoke", "--seed", "7")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("flashqla verify fwd\n")
+    assert result.stdout.endswith("flashqla: 6 passed, 0 failed\nfla: 6 passed, 0 failed\n")
+    assert "compiling" not in result.stdout
+    assert "what follows is PyTorch on the CPU" in result.stderr
+    assert layers.asked["seed"] == 7
+    assert layers.asked["exact"]
+    assert layers.asked["cases"] == suite("smoke")
+    streams = capfd.readouterr()  # the descriptors, which the runner does not catch
+    assert (streams.out, streams.err) == ("", "compiling\n")
+
+
+def test_defaults_fit_the_machine(layers: Layers, monkeypatch: pytest.MonkeyPatch, timed: Make) -> None:
+    invoke("verify")
+    assert layers.asked["device"] == "cpu"
+    assert {case.id for case in layers.asked["cases"]} == {
+        case.id for name in ("smoke", "cpu_hard") for case in suite(name)
+    }
+    layers.answer = lambda case, backend: timed(case, backend, 1.0)
+    invoke("bench", "fwd")
+    assert layers.asked["cases"] == suite("cpu")
+    assert layers.asked["config"] == {"repeats": 12, "l2": "cold"}
+
+    hopper = device.Gpu("NVIDIA H200", (9, 0), 132, 2**37, "feed", "580.1")
+    monkeypatch.setattr(device, "gpu", lambda index=0: hopper)
+    pretend_torch(monkeypatch, cuda=True)
+    result = invoke("bench", "fwd")
+    assert layers.asked["device"] == "cuda"
+    assert layers.asked["cases"] == suite("qwen")
+    assert result.stderr == "compiling\n"  # and no note
+
+
+def test_bench_options_reach_the_runner(layers: Layers, timed: Make, tmp_path: Path) -> None:
+    layers.answer = lambda case, backend: timed(case, backend, 1.0 if backend == "flashqla" else 3.0)
+    out, path = tmp_path / "run.txt", tmp_path / "run.json"
+    result = invoke(
+        *[
+            "bench",
+            "fwd",
+            "--suite",
+            "qwen",
+            "--heads",
+            "2,8",
+            "--heads",
+            "16,64",
+            "--lens",
+            "1x2048",
+            "--repeats",
+            "3",
+        ],
+        *["--l2", "warm", "--backend", "flashqla", "--backend", "fla", "--json", str(path), "--out", str(out)],
+    )
+    assert result.exit_code == 0
+    assert layers.asked["config"] == {"repeats": 3, "l2": "warm"}
+    assert layers.asked["names"] == ["flashqla", "fla"]
+    run = read(path)
+    assert [(r.case_id, r.backend) for r in run.records] == [
+        (f"{heads}/1x2048/mixed", backend) for heads in ("hk2-hv8", "hk16-hv64") for backend in ("flashqla", "fla")
+    ]
+    assert run.kind == "bench-fwd"
+    assert run.settings == {"suite": "qwen", "device": "cpu", "seed": 0, "repeats": 3, "l2": "warm"}
+    assert result.stdout == out.read_text() == bench_text(run)
+    assert "3.00x" in result.stdout
+
+
+def test_json_to_stdout_is_json_alone(layers: Layers, tmp_path: Path) -> None:
+    result = invoke("verify", "--suite", "smoke", "--json", "-")
+    path = tmp_path / "run.json"
+    path.write_text(result.stdout)
+    assert len(read(path).records) == 12
+
+
+def test_a_wrong_result_exits_1_and_a_wrong_peer_does_not(layers: Layers, verified: Make) -> None:
+    bad = "flashqla"
+    layers.answer = lambda case, backend: verified(case, backend, 1e-3, 1e-3, passed=backend != bad)
+    assert invoke("verify", "--suite", "smoke").exit_code == 1
+    bad = "fla"
+    result = invoke("verify", "--suite", "smoke")
+    assert result.exit_code == 0
+    assert "fla off" in result.stdout
+    assert invoke("verify", "--suite", "smoke", "--backend", "fla").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "peer", "strict", "code"),
+    [
+        ("ok", "ok", True, 0),
+        ("ok", "missing", False, 0),
+        ("ok", "missing", True, 3),
+        ("ok", "oom", False, 0),
+        ("ok", "oom", True, 1),
+        ("missing", "ok", False, 3),
+        ("unsupported", "ok", False, 3),
+        ("failed", "ok", False, 1),
+        ("timeout", "missing", True, 1),
+    ],
+)
+def test_exit_code(
+    make_run: Callable[..., Run], timed: Make, absent: Make, ours: str, peer: str, strict: bool, code: int
+) -> None:
+    case = suite("smoke")[0]
+
+    def record(backend: str, status: str) -> Record:
+        return timed(case, backend, 1.0) if status == "ok" else absent(case, backend, status)
+
+    assert session.exit_code(make_run(record("flashqla", ours), record("fla", peer)), strict=strict) == code
+
+
+def test_one_unsupported_row_among_good_ones_is_fine(make_run: Callable[..., Run], timed: Make, absent: Make) -> None:
+    first, second = suite("smoke")[:2]
+    run = make_run(timed(first, "flashqla", 1.0), absent(second, "flashqla", "unsupported"))
+    assert session.exit_code(run) == 0
+
+
+def test_ctrl_c_keeps_finished_rows_and_exits_130(layers: Layers, tmp_path: Path) -> None:
+    def stop(count: int) -> None:
+        if count == 3:
+            raise KeyboardInterrupt
+
+    layers.before = stop
+    path = tmp_path / "run.json"
+    result = invoke("verify", "--suite", "smoke", "--json", str(path))
+    assert result.exit_code == 130
+    run = read(path)
+    assert run.interrupted
+    assert len(run.records) == 3
+    assert result.stdout == verify_text(run)
+    assert "hint: interrupted: 3 of 12 rows are kept" in result.stderr
+
+
+def test_a_crash_keeps_finished_rows_and_the_older_file(layers: Layers, tmp_path: Path) -> None:
+    def crash(count: int) -> None:
+        if count == 3:
+            raise ZeroDivisionError
+
+    layers.before = crash
+    path = tmp_path / "run.json"
+    path.write_text("older")
+    result = invoke("verify", "--suite", "smoke", "--json", str(path))
+    assert result.exit_code == 70
+    assert "ZeroDivisionError" in result.stderr
+    assert path.read_text() == "older"
+    assert f"hint: rows finished so far are in {path}.jsonl" in result.stderr
+    assert len(read(tmp_path / "run.json.jsonl").records) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--json", "/no/such/folder/run.json"], 2, "error: the result file cannot be written"),
+        (["--out", "/no/such/folder/run.txt"], 2, "error: the table cannot be written"),
+        (["--backend", "nonsense"], 2, "error: unknown backend"),
+        (["--strict"], 3, "error: no Hopper GPU here"),
+        (["--lens", "3x3"], 4, "error: no case is left"),
+    ],
+)
+def test_bench_fails_before_it_measures(layers: Layers, arguments: list[str], code: int, message: str) -> None:
+    result = invoke("bench", "fwd", *arguments)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert "cases" not in layers.asked
+
+
+def test_asking_for_cuda_without_it_is_an_environment_error(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_torch(monkeypatch, cuda=False)
+    result = invoke("verify", "--device", "cuda")
+    assert result.exit_code == 3
+    assert "error: CUDA cannot be used here" in result.stderr
+
+
+def test_without_torch_the_error_says_so(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "find_spec", lambda name: None)
+    result = invoke("verify")
+    assert result.exit_code == 3
+    assert "error: PyTorch is not installed" in result.stderr
+
+
+# console
+
+
+def test_colour_only_on_a_terminal_that_wants_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    console.note("a")
+    monkeypatch.setenv("NO_COLOR", "1")
+    console.note("b")
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    console.note("c")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    console.note("d")
+    assert capsys.readouterr().err.splitlines() == ["\033[33mnote:\033[0m a", "note: b", "note: c", "note: d"]
+
+
+def test_no_color_option_tells_every_library(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "")
+    invoke("verify", "--suite", "smoke", "--no-color")
+    assert os.environ["NO_COLOR"] == "1"
+
+
+def test_progress_is_off_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress(2, quiet=False) as step:
+        step("one")
+        step("two")
+    assert capsys.readouterr() == ("", "")

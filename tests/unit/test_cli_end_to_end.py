@@ -1,0 +1,98 @@
+"""The installed command as a user runs it, in a process of its own, on the CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashqla.cases import suite
+from flashqla.records import read
+from flashqla.tables import bench_text
+
+
+def flashqla(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "flashqla", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_verify_proves_the_smoke_suite(tmp_path: Path) -> None:
+    done = flashqla("verify", "--suite", "smoke", "--json", "-", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)  # nothing else may be on stdout
+    ours = [record for record in run["records"] if record["backend"] == "flashqla"]
+    assert [record["case_id"] for record in ours] == [case.id for case in suite("smoke")]
+    for record in ours:
+        assert (record["status"], record["passed"], record["deterministic"]) == ("ok", True, True)
+        assert {name: error["nan"] + error["inf"] for name, error in record["errors"].items()} == {
+            "o": 0,
+            "final_state": 0,
+        }
+        assert 0 < record["errors"]["o"]["rel_l2"] < record["bound"]
+    assert "what follows is PyTorch on the CPU" in done.stderr
+
+
+def test_bench_times_a_row_and_renders_its_file(tmp_path: Path) -> None:
+    arguments = ["--suite", "cpu", "--heads", "2,8", "--lens", "1x512", "--repeats", "2"]
+    done = flashqla("bench", "fwd", *arguments, "--json", "run.json", "--out", "run.txt", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "run.txt"]
+    run = read(tmp_path / "run.json")
+    assert bench_text(run) == done.stdout == (tmp_path / "run.txt").read_text()
+    for record in run.records:
+        assert record.status == "ok"
+        assert record.passed
+        assert record.timing is not None
+        assert record.timing.gpu_ms is not None
+        assert 0 < record.timing.gpu_ms < 60_000
+        assert record.timing.clock == "wall"
+
+
+@pytest.mark.parametrize(("strict", "code"), [(False, 0), (True, 3)])
+def test_explain_says_what_runs_and_why(tmp_path: Path, strict: bool, code: int) -> None:
+    options = ["--heads", "16,64", "--lengths", "100,0,37", "--dtype", "float16"]
+    done = flashqla("explain", *options, "--device", "cpu", "--json", *["--strict"] * strict, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["problem"] == "hk16-hv64/100+0+37/float16"
+    assert plan["implementation"] == "torch"
+    assert plan["kernels"] == []
+    assert "the kernels need a Hopper GPU" in plan["why"]
+    assert ("error: no kernel serves this problem" in done.stderr) == strict
+
+
+def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "flashqla",
+        "verify",
+        "--suite",
+        "cpu_hard",
+        "--device",
+        "cpu",
+        "--json",
+        "run.json",
+    ]
+    part = tmp_path / "run.json.jsonl"
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (part.exists() and part.read_text().count("\n") > 2):  # a header and two rows
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "hint: interrupted" in stderr
+    assert "Traceback" not in stderr
+    run = read(tmp_path / "run.json")
+    assert run.interrupted
+    assert run.records[0].passed
+    assert stdout.startswith("flashqla verify fwd\n")
+    assert not part.exists()

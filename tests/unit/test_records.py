@@ -1,0 +1,172 @@
+"""Records: what is written is what is read, whatever ends a run."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from flashqla.cases import Case
+from flashqla.errors import RecordError
+from flashqla.records import (
+    Record,
+    Run,
+    TensorErrors,
+    Timing,
+    Writer,
+    json_schema,
+    judged,
+    read,
+    to_json,
+    went_wrong,
+)
+
+CASE = Case(2, 8, (28672, 4096), model="397B/122B TP8")
+
+
+def test_a_record_describes_its_case(timed: Callable[..., Record]) -> None:
+    record = timed(CASE, "flashqla", 0.5)
+    assert (record.case_id, record.model, record.hk, record.hv, record.layout, record.tokens) == (
+        "hk2-hv8/28672+4096/mixed",
+        "397B/122B TP8",
+        2,
+        8,
+        "28672+4096",
+        32768,
+    )
+    assert Case(**{**record.case, "lengths": tuple(record.case["lengths"])}) == CASE
+
+
+def test_errors_that_are_not_finite_become_null() -> None:
+    errors = TensorErrors(rel_l2=math.nan, max_abs=math.inf, cosine=0.5, nan=3, inf=1)
+    assert json.loads(errors.model_dump_json()) == {"rel_l2": None, "max_abs": None, "cosine": 0.5, "nan": 3, "inf": 1}
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0, math.nan, math.inf])
+def test_a_time_that_cannot_be_is_refused(ms: float) -> None:
+    with pytest.raises(ValidationError):
+        Timing(gpu_ms=ms, l2="cold", clock="graph", repeats=1)
+
+
+def test_writer_appends_rows_then_leaves_one_file(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record], absent: Callable[..., Record]
+) -> None:
+    path, part = tmp_path / "run.json", tmp_path / "run.json.jsonl"
+    rows = [timed(CASE, "flashqla", 0.5), absent(CASE, "fla")]
+    writer = Writer(path, make_run())
+    for count, row in enumerate(rows, start=1):
+        writer.append(row)
+        assert len(part.read_text().splitlines()) == 1 + count
+    assert not path.exists()
+
+    run = writer.finish()
+    assert list(tmp_path.iterdir()) == [path]
+    assert read(path) == run
+    assert run.records == rows
+    assert run.finished is not None
+    assert not run.interrupted
+    assert to_json(read(path)) == path.read_text()
+
+
+def test_the_final_file_replaces_an_older_one_only_at_the_end(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record]
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("old")
+    writer = Writer(path, make_run())
+    writer.append(timed(CASE, "flashqla", 0.5))
+    assert path.read_text() == "old"
+    writer.finish(interrupted=True)
+    assert read(path).interrupted
+
+
+def test_a_killed_run_leaves_readable_rows(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record]
+) -> None:
+    path, part = tmp_path / "run.json", tmp_path / "run.json.jsonl"
+    rows = [timed(CASE, "flashqla", 0.5), timed(CASE, "fla", 0.7)]
+    writer = Writer(path, make_run())
+    for row in rows:
+        writer.append(row)
+    with part.open("a") as file:
+        file.write('{"case_id": "cut o')  # the process died in the middle of a line
+    run = read(part)
+    assert run.records == rows
+    assert run.interrupted
+
+    Writer(path, make_run())  # a later run keeps them
+    assert read(part).records == []
+    assert (tmp_path / "run.json.jsonl.old").read_text().startswith('{"schema_version": 1')
+
+
+def test_writer_without_a_path_keeps_records(make_run: Callable[..., Run], timed: Callable[..., Record]) -> None:
+    writer = Writer(None, make_run())
+    row = timed(CASE, "flashqla", 0.5)
+    writer.append(row)
+    assert writer.finish().records == [row]
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/run.json", "."])
+def test_an_unwritable_path_fails_before_anything_is_measured(
+    tmp_path: Path, make_run: Callable[..., Run], name: str
+) -> None:
+    with pytest.raises(RecordError) as caught:
+        Writer(tmp_path / name, make_run())
+    assert caught.value.exit_code == 2
+    assert str(tmp_path) in caught.value.given
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not a result file"),
+        ("[1]", "not a result file"),
+        ("{}", "not a result file"),
+        ('{"schema_version": 2}', "schema version 2 is not supported"),
+        ('{"schema_version": 1, "kind": "bench-fwd"}', "argv: Field required"),
+    ],
+)
+def test_files_of_another_kind_are_refused_clearly(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    with pytest.raises(RecordError, match=message) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_a_record_error(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="cannot be read"):
+        read(tmp_path / "none.json")
+
+
+def test_fields_of_a_newer_writer_are_ignored(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record]
+) -> None:
+    run = make_run(timed(CASE, "flashqla", 0.5))
+    content = json.loads(to_json(run))
+    content["records"][0]["surprise"] = content["environment"]["surprise"] = 1
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(content))
+    assert read(path) == run
+
+
+def test_schema_names_every_field_of_a_record() -> None:
+    definitions = json_schema()["$defs"]
+    assert set(definitions["Record"]["properties"]) == set(Record.model_fields)
+    assert {"sm_mhz", "power_w", "throttle"} <= set(definitions["Clocks"]["properties"])
+
+
+def test_peers_are_not_judged_unless_alone(
+    make_run: Callable[..., Run], verified: Callable[..., Record], absent: Callable[..., Record]
+) -> None:
+    ours, peer = verified(CASE, "flashqla", 1e-3, 1e-3), verified(CASE, "fla", 1.0, 1.0, passed=False)
+    assert judged(make_run(peer, ours)) == ("flashqla",)
+    assert judged(make_run(peer)) == ("fla",)
+    assert [went_wrong(r) for r in (ours, peer, absent(CASE, "x"), absent(CASE, "x", "oom"))] == [
+        False,
+        True,
+        False,
+        True,
+    ]

@@ -1,0 +1,164 @@
+"""Tables: the exact text, so that a change of a published table is seen."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashqla.cases import Case
+from flashqla.records import Record, Run, TensorErrors, read, to_json
+from flashqla.tables import bench_text, verify_text
+
+A = Case(2, 8, (32768,), batch=True, model="397B/122B TP8")
+B = Case(2, 8, (28672, 4096), model="397B/122B TP8")
+C = Case(16, 16, (2048,), batch=True, model="2B/0.8B TP1")
+
+BENCH = """\
+flashqla bench fwd
+  started   2026-01-02T03:04:05+00:00
+  device    NVIDIA H200, 132 SMs, driver 580.1, SM clock 1755 MHz
+  cpu       a CPU
+  software  flashqla 0.1.0 (git abc123), python 3.11.7, torch 2.13.0, CUDA 13.0, triton 3.7.0, tilelang 0.1.15, \
+tvm-ffi 0.1.12
+  peers     fla 0.6.0
+  kernels   sources sha256 0123456789abcdef
+  settings  L2 cold, CUDA graph replay, 1 samples per time, suite qwen, seed 0, device cuda
+
+397B/122B TP8  h_k=2 h_v=8
+                        ms      ms          ms   call ms  faster than  faster than
+  layout          flashqla     fla  flashinfer  flashqla          fla   flashinfer
+  1x32768           0.5000  1.0000      n/a[1]    1.0000        2.00x            -
+  28672+4096       0.2500*  2.0000      n/a[1]    0.5000        8.00x            -
+  geometric mean                                                4.00x            -
+
+2B/0.8B TP1  h_k=16 h_v=16
+                        ms          ms          ms   call ms  faster than  faster than
+  layout          flashqla         fla  flashinfer  flashqla          fla   flashinfer
+  1x2048             12.50  1.0000![2]      n/a[3]     25.00            -            -
+  geometric mean                                                        -            -
+
+All rows: flashqla faster than
+                    fla  flashinfer
+  geometric mean  4.00x           -
+  least           2.00x           -
+  most            8.00x           -
+  rows                2           0
+
+ms: median time of the op alone.
+call ms: median time of flashqla called from Python and waited for.
+faster than: time of the other / time of flashqla; above 1.00x flashqla is the faster one.
+n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled.
+Means leave out rows without a ratio.
+[1] flashinfer: missing, it is not installed, hint: pip install flashinfer
+[2] fla: wrong result
+[3] flashinfer: oom, 20 GB asked, hint: pip install flashinfer
+"""
+
+VERIFY = """\
+  case                                flashqla    bound                 fla         verdict
+  hk2-hv8/1x32768/mixed      1.0e-03 / 2.0e-03  5.0e-03   1.0e-03 / 3.0e-03              ok
+  hk16-hv16/1x2048/mixed     4.0e-03 / 1.0e-03  5.0e-03              n/a[1]              ok
+  hk2-hv8/28672+4096/mixed  6.0e-03 / 2.0e-03!  5.0e-03  5.0e-01 / 1.0e+00!  WRONG, fla off
+
+Relative L2 error against the float64 recurrence: o / final_state. !: above the bound.
+n/a: not run, see the note. A peer that is off says nothing about the others: the yardstick is float64.
+flashqla ran: inverse, forward
+[1] fla: missing, it is not installed, hint: pip install fla
+
+flashqla: 2 passed, 1 failed
+fla: 1 passed, 1 failed, 1 missing
+"""
+
+Make = Callable[..., Record]
+
+
+@pytest.fixture
+def bench_run(make_run: Callable[..., Run], timed: Make, absent: Make) -> Run:
+    return make_run(
+        timed(A, "fla", 1.0),  # a peer that ran first is still no match for the first column
+        timed(A, "flashqla", 0.5),
+        absent(A, "flashinfer"),
+        timed(B, "flashqla", 0.25, throttle=("power cap",)),
+        timed(B, "fla", 2.0),
+        absent(B, "flashinfer"),
+        timed(C, "flashqla", 12.5),
+        timed(C, "fla", 1.0, passed=False, reason="wrong result"),
+        absent(C, "flashinfer", "oom", reason="20 GB asked"),
+    )
+
+
+def test_bench_table(bench_run: Run) -> None:
+    assert bench_text(bench_run) == BENCH
+
+
+def test_a_table_rendered_from_the_file_is_the_same(bench_run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(to_json(bench_run))
+    assert bench_text(read(path)) == BENCH
+
+
+def test_verify_table_has_the_worst_case_last(make_run: Callable[..., Run], verified: Make, absent: Make) -> None:
+    run = make_run(
+        verified(B, "flashqla", 6e-3, 2e-3, passed=False),
+        verified(B, "fla", 0.5, 1.0, passed=False),
+        verified(C, "flashqla", 4e-3, 1e-3),
+        absent(C, "fla"),
+        verified(A, "flashqla", 1e-3, 2e-3),
+        verified(A, "fla", 1e-3, 3e-3),
+        kind="verify-fwd",
+    )
+    header, _, table = verify_text(run).partition("\n\n")
+    assert table == VERIFY
+    assert header.startswith("flashqla verify fwd\n")
+
+
+def test_errors_that_are_not_finite_are_counted(make_run: Callable[..., Run], verified: Make) -> None:
+    errors = {"o": TensorErrors(rel_l2=None, max_abs=None, cosine=None, nan=7, inf=2)}
+    record = verified(A, "flashqla", 0, 0, passed=False).model_copy(update={"errors": errors})
+    assert "7 nan, 2 inf!" in verify_text(make_run(record, kind="verify-fwd"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict"),
+    [
+        ({"status": "oom"}, "oom"),
+        ({"status": "failed"}, "failed"),
+        ({"deterministic": False}, "not deterministic"),
+        ({"passed": False, "deterministic": False}, "WRONG"),
+        ({"passed": None}, "not judged"),
+    ],
+)
+def test_verdicts(make_run: Callable[..., Run], verified: Make, fields: dict[str, object], verdict: str) -> None:
+    record = verified(A, "flashqla", 1e-3, 1e-3).model_copy(update=fields)
+    line = next(line for line in verify_text(make_run(record, kind="verify-fwd")).splitlines() if A.id in line)
+    assert line.endswith(f"  {verdict}")
+
+
+def test_rows_without_a_model_are_told_apart_by_id(make_run: Callable[..., Run], timed: Make) -> None:
+    a, b = replace(A, model=""), replace(A, model="", gate="strong")
+    text = bench_text(make_run(timed(a, "flashqla", 1.0), timed(b, "flashqla", 2.0)))
+    assert "h_k=2 h_v=8\n" in text
+    assert "  1x32768/mixed     1.0000" in text
+    assert "  1x32768/strong    2.0000" in text
+    assert "faster than" not in text
+
+
+def test_on_the_cpu_there_is_one_time_per_call(make_run: Callable[..., Run], timed: Make) -> None:
+    record = timed(A, "flashqla", 1.0)
+    assert record.timing
+    wall = record.model_copy(update={"timing": record.timing.model_copy(update={"clock": "wall", "call_ms": 1.0})})
+    text = bench_text(make_run(wall))
+    assert "wall clock" in text
+    assert "call ms" not in text
+
+
+@pytest.mark.parametrize("render", [bench_text, verify_text])
+def test_a_run_without_rows_still_renders(make_run: Callable[..., Run], render: Callable[[Run], str]) -> None:
+    assert "interrupted" in render(make_run(interrupted=True))
+
+
+def test_kernels_are_named_once_and_long_names_cut(make_run: Callable[..., Run], timed: Make) -> None:
+    names = ["inverse", "k" * 300]
+    text = bench_text(make_run(*(timed(case, "flashqla", 1.0, kernels=names) for case in (A, B))))
+    assert f"\nflashqla ran: inverse, {'k' * 117}...\n" in text
