@@ -63,7 +63,7 @@ check: $(STAMP)
 lock: $(STAMP)
 	mkdir -p $(OUT)
 	$(BIN)/pip install --dry-run --ignore-installed --no-build-isolation --report $(OUT)/lock.json \
-	  "$$(grep '^torch==' constraints.txt)" --editable '.[dev,nvcc,peers]'
+	  "$$(grep '^torch==' constraints.txt)" --editable '.[dev,nvcc,peers,report]'
 	$(BIN)/python -c 'import json, sys; \
 	  found = {p["metadata"]["name"].lower().replace("_", "-"): p["metadata"]["version"] for p in json.load(open(sys.argv[1]))["install"]}; \
 	  head = [line.strip() for line in open(sys.argv[2]) if line.startswith("#")]; \

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashqla.ops import FallbackWarning, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, explain, strict
 
-    __version__: str
+__version__ = "0.1.0"
 
 __all__ = [
     "FallbackWarning",
@@ -23,24 +23,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "__version__":
-        value: Any = _version()
-    else:
-        from flashqla import ops
+    from flashqla import ops
 
-        value = getattr(ops, name)
+    value = getattr(ops, name)
     globals()[name] = value  # the next access does not come here
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("flashqla")
-    except PackageNotFoundError:  # a source tree that was never installed
-        return "0+unknown"

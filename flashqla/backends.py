@@ -8,8 +8,9 @@ Peers are imported inside their adapters only.
 """
 
 import importlib
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,7 @@ from flashqla.device import HOPPER, PEERS
 from flashqla.errors import ArgumentError
 from flashqla.inputs import Inputs
 from flashqla.ops import chunk_gated_delta_rule, explain, strict
+from flashqla.ops import plan as planning
 from flashqla.reference import chunk_gated_delta_rule_reference, recurrent_gated_delta_rule
 
 Outputs = dict[str, Tensor]  # "o" [B, T, hv, V], and "final_state" [N, hv, K, V] (V, K when V-first) if asked for
@@ -30,6 +32,7 @@ Call = Callable[[], Outputs]
 Compiles = Literal["per head count", "once", "never"]
 
 RECURRENT_TOKENS = 4096  # per sequence; a loop over more takes seconds
+SMS = 132  # of an H100 or H200
 BACKWARD = "backward is not measured yet"
 
 
@@ -50,6 +53,9 @@ class Backend(Protocol):
     @property
     def compiles(self) -> Compiles:
         """When it compiles. Per head count implies a cache on disk, through which another process can do it."""
+
+    def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
+        """Of cases that it takes, enough to compile what all of them need. A miss costs compiling later, no more."""
 
     @property
     def exact(self) -> bool:
@@ -119,6 +125,17 @@ class Flashqla:
     def unsupported(self, case: Case, direction: Direction) -> str | None:
         return BACKWARD if direction != "fwd" else None
 
+    def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
+        if not self.capturable:
+            return ()
+        return _one_of_each(cases, lambda case: (_switches(case), self._plan(case)))
+
+    def _plan(self, case: Case) -> tuple[int, bool]:
+        """What of a plan selects a kernel."""
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        plan = planning.make(hk=case.hk, hv=case.hv, seqlens=case.lengths, dtype=case.dtype, sm_count=sms)
+        return plan.v_tile, plan.segment_chunks > 0
+
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         arguments = _arguments(inputs)
         with strict() if self.capturable else nullcontext():  # on Hopper a fallback to PyTorch is not what is asked for
@@ -146,6 +163,9 @@ class TorchChunked:
 
     def unsupported(self, case: Case, direction: Direction) -> str | None:
         return BACKWARD if direction != "fwd" else None
+
+    def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
+        return ()
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         arguments = _reference_arguments(inputs)
@@ -176,6 +196,9 @@ class TorchRecurrent:
             return f"one step per token: run up to {RECURRENT_TOKENS} tokens per sequence"
         return BACKWARD if direction != "fwd" else None
 
+    def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
+        return ()
+
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         arguments = _reference_arguments(inputs)
         return _first(lambda: _outputs(*recurrent_gated_delta_rule(**arguments, dtype=torch.float32)))
@@ -205,6 +228,10 @@ class Fla:
 
     def unsupported(self, case: Case, direction: Direction) -> str | None:
         return _no_case_of_a_peer(case, direction)
+
+    def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
+        # Keys of its tuning hold heads and switches, and no lengths.
+        return _one_of_each(cases, lambda case: (case.hk, case.hv, case.packed, _switches(case)))
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         os.environ["FLA_FLASH_QLA"] = "0"
@@ -242,6 +269,12 @@ class FlashInfer:
 
     def unsupported(self, case: Case, direction: Direction) -> str | None:
         return _no_case_of_a_peer(case, direction) or _no_float32(case)
+
+    def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
+        """Of every layout the cases with the fewest and the most value heads, between which its choices turn."""
+        few = _one_of_each(sorted(cases, key=lambda case: -case.hv), lambda case: (case.lengths, _switches(case)))
+        many = _one_of_each(sorted(cases, key=lambda case: case.hv), lambda case: (case.lengths, _switches(case)))
+        return tuple(dict.fromkeys((*few, *many)))
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         from flashinfer.gdn_prefill import chunk_gated_delta_rule as op
@@ -309,6 +342,12 @@ class FlashQla:
             return "its choice of context parallelism refuses empty sequences"
         return _no_case_of_a_peer(case, direction) or _no_float32(case)
 
+    def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
+        def variant(case: Case) -> tuple[Hashable, ...]:
+            return case.hk, case.hv, case.packed, _switches(case), *_flash_qla_slices(case)
+
+        return _one_of_each(cases, variant)
+
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         from flash_qla import chunk_gated_delta_rule as op
 
@@ -318,6 +357,38 @@ class FlashQla:
 
     def kernels(self, inputs: Inputs) -> list[str]:
         return ["TileLang, auto_cp=True"]
+
+
+def _one_of_each(cases: Sequence[Case], variant: Callable[[Case], Hashable]) -> tuple[Case, ...]:
+    """Of the cases of every variant the last with the most tokens: no short way around a kernel is taken there."""
+    largest: dict[Hashable, Case] = {}
+    for case in cases:
+        key = variant(case)
+        if key not in largest or case.tokens >= largest[key].tokens:
+            largest[key] = case
+    return tuple(largest.values())
+
+
+def _switches(case: Case) -> Hashable:
+    """What of a case turns into constants of a kernel, whosever kernel it is."""
+    dtypes = case.dtype, case.gate_dtype, case.state_dtype
+    return *dtypes, case.l2norm, case.state_v_first, case.initial_state, case.final_state
+
+
+def _flash_qla_slices(case: Case) -> tuple[bool, int]:
+    """Whether flash-qla 0.1.3 splits sequences, and how many columns of V a CTA of it gets, on 132 SMs.
+
+    As its cp_context.py and fused_fwd.py choose them, by value heads and by chunks of 64 tokens.
+    """
+    chunks = [-(-length // 64) for length in case.lengths]
+    rows = len(chunks)
+    load = case.hv * sum(chunks) / max(chunks)
+    splits = (case.packed or rows == 1) and (load <= 40 or (load <= 56 and max(chunks) >= 128))
+    if splits:
+        part = max(4, 2 ** round(math.log2(3 * math.sqrt(case.hv * sum(chunks) / SMS))))
+        rows = sum(max(1, -(-n // part)) for n in chunks)
+    ctas = rows * case.hv
+    return splits, 128 if ctas >= SMS else 64 if 2 * ctas >= SMS else 32
 
 
 def _arguments(inputs: Inputs) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HOPPER = (9, 0)  # compute capability our kernels are written for
+KERNEL_SOURCES = {".py", ".cuh"}
 
 # Backends that are other people's work, and the distribution of each.
 PEERS = {"fla": "flash-linear-attention", "flashinfer": "flashinfer-python", "flash-qla": "flash-qla"}
@@ -181,9 +182,11 @@ def _wheel_folders() -> list[str]:
 
 
 def kernel_fingerprint() -> str:
-    """First 16 hex digits of sha256 over names and contents of flashqla/ops/kernels/*.py, in name order."""
+    """First 16 hex digits of sha256 over names and contents of the sources in flashqla/ops/kernels, in name order."""
     digest = hashlib.sha256()
-    for path in sorted((Path(__file__).parent / "ops" / "kernels").glob("*.py")):
+    for path in sorted((Path(__file__).parent / "ops" / "kernels").glob("*.*")):
+        if path.suffix not in KERNEL_SOURCES:
+            continue
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -32,6 +32,7 @@ from flashqla.errors import FlashqlaError
 from flashqla.records import Timing
 
 Call = Callable[[], Any]
+Turn = Callable[[str], None]
 L2 = Literal["cold", "warm"]
 Clock = Literal["graph", "events", "wall"]
 
@@ -72,16 +73,22 @@ class Readings:
 
 
 def interleaved(
-    calls: Mapping[str, Call], config: Config, device: str, *, uncapturable: Collection[str] = ()
+    calls: Mapping[str, Call],
+    config: Config,
+    device: str,
+    *,
+    uncapturable: Collection[str] = (),
+    turn: Turn = lambda name: None,
 ) -> Readings:
     """Time calls that have run at least once before, so that nothing compiles here.
 
     A call that fails gets a Reading with its error, and the others go on. `uncapturable`: names of calls that copy from
-    the device while they run; those are not put into a graph.
+    the device while they run; those are not put into a graph. `turn` is told, outside of what is timed, which call
+    comes next, or is waited for.
     """
     if torch.device(device).type == "cuda":
-        return _on_gpu(calls, config, torch.device(device), uncapturable)
-    return _on_cpu(calls, config)
+        return _on_gpu(calls, config, torch.device(device), uncapturable, turn)
+    return _on_cpu(calls, config, turn)
 
 
 def summary(samples: list[float], *, call_ms: float | None, l2: L2, clock: Clock) -> Timing:
@@ -117,15 +124,16 @@ def in_turn(names: Sequence[str], turn: int) -> list[str]:
 # --- CPU ---
 
 
-def _on_cpu(calls: Mapping[str, Call], config: Config) -> Readings:
+def _on_cpu(calls: Mapping[str, Call], config: Config, turn: Turn) -> Readings:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     outputs: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
     deadline = time.perf_counter() + config.budget_s
-    for turn in range(config.repeats):
-        if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
+    for number in range(config.repeats):
+        if number >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
-        for name in in_turn([name for name in calls if name not in errors], turn):
+        for name in in_turn([name for name in calls if name not in errors], number):
+            turn(name)
             try:
                 elapsed, outputs[name] = _wall_ms(calls[name])
                 samples[name].append(elapsed)
@@ -165,24 +173,31 @@ class _Sampler:
     events: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-def _on_gpu(calls: Mapping[str, Call], config: Config, device: torch.device, uncapturable: Collection[str]) -> Readings:
+def _on_gpu(
+    calls: Mapping[str, Call], config: Config, device: torch.device, uncapturable: Collection[str], turn: Turn
+) -> Readings:
     errors: dict[str, Exception] = {}
     samplers: dict[str, _Sampler] = {}
     cold = config.l2 == "cold"
     with torch.cuda.device(device):
         for name, call in calls.items():
+            turn(name)
             try:
                 samplers[name] = _sampler(call, cold, capture=config.graph and name not in uncapturable)
                 if name in uncapturable:
                     samplers[name].note = "it copies from the device while it runs, so no graph holds it"
             except Exception as error:  # any backend's failure is a row, not the end of the run
                 errors[name] = error
-        for turn in range(rounds(config, sum(sampler.call_ms for sampler in samplers.values()))):
-            for name in in_turn(list(samplers), turn):
-                _sample(samplers[name], cold)
+        taken: list[tuple[str, Any]] = []
+        for number in range(rounds(config, sum(sampler.call_ms for sampler in samplers.values()))):
+            for name in in_turn(list(samplers), number):
+                turn(name)
+                taken.append((name, _sample(samplers[name], cold)))
         # Before the host waits: the device is then still busy with samples, and its clocks are those of the samples.
         clocks = machine.clocks(torch.cuda.current_device())
-        torch.cuda.synchronize()
+        for name, end in taken:
+            turn(name)
+            end.synchronize()
 
     readings = {name: Reading(error=error) for name, error in errors.items()}
     readings |= {name: _reading(sampler, config) for name, sampler in samplers.items()}
@@ -214,8 +229,8 @@ def _sampler(call: Call, cold: bool, *, capture: bool) -> _Sampler:
     return _Sampler(call, "events", call_ms, call())
 
 
-def _sample(sampler: _Sampler, cold: bool) -> None:
-    """Enqueue one sample; the events are read once all samples are enqueued."""
+def _sample(sampler: _Sampler, cold: bool) -> Any:
+    """Enqueue one sample; the events are read once all samples are enqueued. Returns the later one."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if cold:
         _flush()
@@ -229,6 +244,7 @@ def _sample(sampler: _Sampler, cold: bool) -> None:
     if sampler.clock == "events":
         sampler.outputs = outputs
     sampler.events.append((begin, end))
+    return end
 
 
 def _eager_ms(call: Call, cold: bool) -> float:

@@ -7,7 +7,9 @@ version below; optional fields may be added within it.
 import json
 import math
 import os
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +24,7 @@ from flashqla.errors import RecordError
 SCHEMA_VERSION: Final = 1
 
 Status = Literal["ok", "missing", "unsupported", "oom", "timeout", "failed", "interrupted"]
+SETTLED: Final = frozenset({"ok", "missing", "unsupported"})  # running it again would give the same status
 Kind = Literal["bench-fwd", "verify-fwd"]
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # a time of 0 or less is a broken clock
@@ -34,7 +37,9 @@ def _finite(value: Any) -> Any:
 Finite = Annotated[float | None, BeforeValidator(_finite)]  # JSON has no NaN: it becomes null, and is counted elsewhere
 
 
-def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
+def _as_json(fields: Any) -> Any:
+    if not isinstance(fields, dict):
+        return fields  # which pydantic refuses
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
@@ -93,6 +98,7 @@ class Record(_Model):
     compile_s: float | None = None
     clocks: Clocks | None = None
     seed: int
+    session: AwareDatetime | None = None  # start of the run that measured it, where that was resumed by this one
 
     @classmethod
     def of(
@@ -133,6 +139,7 @@ class Run(_Model):
     started: AwareDatetime
     finished: AwareDatetime | None = None
     interrupted: bool = False
+    sessions: list[AwareDatetime] = []  # starts of the runs that this one resumed, the first of them first
     environment: Environment
     settings: Fields
     records: list[Record] = []
@@ -150,6 +157,75 @@ def went_wrong(record: Record) -> bool:
     return broken or record.passed is False or record.deterministic is False
 
 
+def resume(old: Run, new: Run, rows: Sequence[tuple[str, str]]) -> Run:
+    """`new` with the records of `old` that need not be made again: those that are ok, and what cannot run here.
+
+    rows: case id and backend of all that `new` shall hold. Raises RecordError where records of the two do not belong
+    together: made by other code, on another device, with other settings, or of other rows.
+    """
+    there, here = _identity(old), _identity(new)
+    unlike = [name for name in there | here if there.get(name) != here.get(name)]
+    strange = [f"{r.case_id} {r.backend}" for r in old.records if (r.case_id, r.backend) not in rows]
+    given = [f"{name}: {there.get(name)} there, {here.get(name)} here" for name in unlike]
+    given += [f"rows not asked for here: {strange[0]}, in all {len(strange)}"] if strange else []
+    if given:
+        command = shlex.join(["flashqla", *old.argv])
+        raise RecordError("these runs do not go together", given="; ".join(given), do=f"it was started by: {command}")
+    kept = [
+        record.model_copy(update={"session": record.session or old.started})
+        for record in old.records
+        if record.status in SETTLED
+    ]
+    return new.model_copy(update={"records": kept, "sessions": [*old.sessions, old.started]})
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    """All that must be the same in two sessions of one run."""
+    facts = {**asdict(run.environment), **run.settings, "kind": run.kind}
+    facts["git_revision"] = (run.environment.git_revision or "").removesuffix("+")  # results may lie in the tree
+    return facts
+
+
+def destination(path: Path) -> Path:
+    """Where to write what shall be at `path`: there, or where it links to. Raises RecordError where no file can be."""
+    with _writing(path):
+        path = path.resolve() if path.is_symlink() else path
+        if path.is_dir():
+            problem = "it is a folder"
+        elif path.exists() and not path.is_file():
+            problem = "it is a device or a pipe"
+        elif not path.parent.is_dir():
+            problem = "there is no such folder"
+        elif not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+            problem = "permission denied"
+        else:
+            return path
+    raise _unwritable(path, problem)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file in one step, so that nobody ever sees a part of it. Raises RecordError."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with _writing(path):
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(path, error.strerror or "") from error
+
+
+def _unwritable(path: Path, problem: str) -> RecordError:
+    return RecordError("a file cannot be written", given=f"{path}: {problem}", do="name another one")
+
+
 def now() -> datetime:
     """The present second, in UTC."""
     return datetime.now(UTC).replace(microsecond=0)
@@ -158,60 +234,69 @@ def now() -> datetime:
 class Writer:
     """Takes the records of a run as they come and leaves one JSON file, whatever happens in between.
 
+    It begins with the records that the run has already.
+
     With a path, records go to the part file `<path>.jsonl` at once, a line each, so that a crash loses none; `read`
-    accepts that file too. Opening it here proves the folder writable before anything is measured. Without a path,
-    records are kept in memory only. Raises RecordError.
+    accepts that file too. Opening it here proves the folder writable before anything is measured, and keeps other runs
+    away from the path. Without a path, records are kept in memory only. Raises RecordError.
     """
 
     def __init__(self, path: Path | None, run: Run) -> None:
         self._path, self._run = path, run
-        self._records: list[Record] = []
+        self._records = list(run.records)
         self.part: Path | None = None
         self._file: TextIO | None = None
         if path is None:
             return
-        if path.is_dir():
-            raise RecordError("the result file is a folder", given=str(path), do="name a file in it")
+        self._path = path = destination(path)
         self.part = path.with_name(path.name + ".jsonl")
-        try:
-            if self.part.exists():  # rows of a run that was killed
-                os.replace(self.part, self.part.with_name(self.part.name + ".old"))
-            self._file = self.part.open("w", encoding="utf-8")
-            self._line(_header(run))
-        except OSError as error:
-            raise RecordError(
-                "the result file cannot be written", given=f"{path}: {error.strerror}", do="choose another --json path"
-            ) from error
+        with _writing(self.part):
+            self._file = _open_alone(self.part)
+        self._line(_header(run))
+        for record in run.records:
+            self._line(record.model_dump(mode="json"))
 
     def append(self, record: Record) -> None:
         """Keep a record, on disk before this returns."""
         self._records.append(record)
         self._line(record.model_dump(mode="json"))
 
-    def finish(self, *, interrupted: bool = False) -> Run:
-        """Write the final JSON in one atomic step, remove the part file, and return the run."""
-        run = self._run.model_copy(
-            update={"finished": now(), "interrupted": interrupted, "records": list(self._records)}
-        )
+    def finish(self, *, interrupted: bool = False, order: Sequence[tuple[str, str]] = ()) -> Run:
+        """Write the final JSON in one atomic step, remove the part file, and return the run.
+
+        order: case id and backend of the records, where they did not come in that order.
+        """
+        place = {row: index for index, row in enumerate(order)}
+        records = sorted(self._records, key=lambda record: place.get((record.case_id, record.backend), len(place)))
+        run = self._run.model_copy(update={"finished": now(), "interrupted": interrupted, "records": records})
         if self._file is not None and self._path is not None and self.part is not None:
+            write(self._path, to_json(run))
+            self.part.unlink(missing_ok=True)
             self._file.close()
-            complete = self.part.with_name(self.part.name + ".tmp")
-            try:
-                complete.write_text(to_json(run), encoding="utf-8")
-                os.replace(complete, self._path)
-            except OSError as error:
-                raise RecordError(
-                    "the result file cannot be written",
-                    given=f"{self._path}: {error.strerror}",
-                    do=f"the rows are safe in {self.part}",
-                ) from error
-            self.part.unlink()
         return run
 
     def _line(self, content: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(_dump(content) + "\n")
-            self._file.flush()
+        if self._file is not None and self.part is not None:
+            with _writing(self.part):
+                self._file.write(_dump(content) + "\n")
+                self._file.flush()
+
+
+def _open_alone(part: Path) -> TextIO:
+    """An empty part file that no other run can open before this one ends. Rows of a run that was killed are kept."""
+    import fcntl  # Windows has none, and can read results without it
+
+    file = part.open("a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise _unwritable(part, "another run is writing it") from None
+    if file.tell():
+        os.replace(part, part.with_name(part.name + ".old"))
+        file.close()
+        return _open_alone(part)
+    return file
 
 
 def to_json(run: Run) -> str:
@@ -228,9 +313,9 @@ def read(path: Path) -> Run:
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError("the result file cannot be read", given=f"{path}: {error}") from error
     try:
-        content = _part(text.splitlines()) if path.suffix == ".jsonl" else json.loads(text)
+        content = _content(text)
         version = content["schema_version"]
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError) as error:  # JSONDecodeError is a ValueError
         raise RecordError("not a result file of flashqla", given=f"{path}: {error!r}") from error
     if version != SCHEMA_VERSION:
         raise RecordError(
@@ -252,17 +337,22 @@ def json_schema() -> dict[str, Any]:
     return Run.model_json_schema(mode="serialization")
 
 
-def _part(lines: Iterable[str]) -> dict[str, Any]:
-    """Content of a part file: the header of the run, then its records; a line cut off by a crash ends them."""
-    header, *rest = lines
-    content: dict[str, Any] = json.loads(header)
+def _content(text: str) -> dict[str, Any]:
+    """Of a result file; or of a part file: the run without its records, then these, a line each."""
+    try:
+        content: dict[str, Any] = json.loads(text)
+        if "records" in content:
+            return content
+    except json.JSONDecodeError:
+        pass
+    header, *rest = text.splitlines()
     records = []
     for line in rest:
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:
+        except json.JSONDecodeError:  # cut off by a crash
             break
-    return {**content, "interrupted": True, "records": records}
+    return {**json.loads(header), "interrupted": True, "records": records}
 
 
 def _header(run: Run) -> dict[str, Any]:

@@ -1,40 +1,40 @@
 """The loops of `bench` and `verify`: one Record per case and backend, given to a sink as soon as its case is done.
 
-Whatever goes wrong with a backend is the status of its record, with a reason, and the loop goes on. Ctrl-C gives the
-records of the case in hand the status "interrupted", and then ends the loop: KeyboardInterrupt leaves it.
+Whatever goes wrong with a backend is the status of its record, with a reason, and the loop goes on: also a hang and a
+dead process, for the cases run in a process of their own. Ctrl-C gives the records of the case in hand the status
+"interrupted", and then ends the loop: KeyboardInterrupt leaves it.
 
 Neither this module nor the peers and compilers that it runs write to stdout: while they work, descriptor 1 is stderr.
 """
 
-import gc
 import logging
 import multiprocessing
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Literal
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
-from flashqla import accuracy, measure
 from flashqla import inputs as drawing
-from flashqla.backends import Backend, Call, create
+from flashqla import measure
+from flashqla.backends import Backend, create
 from flashqla.cases import Case
-from flashqla.device import PEERS, Clocks
-from flashqla.errors import UnsupportedError
-from flashqla.inputs import Inputs
-from flashqla.records import Record, Status, TensorErrors, Timing
+from flashqla.errors import EnvironmentProblem
+from flashqla.records import Record
+from flashqla.rows import Job, decide, first_line, free_memory, rows_of, stdout_is_stderr
+from flashqla.worker import Lost, Tell, Watch, Worker, die_with_parent
 
 Sink = Callable[[Record], None]
-Command = Literal["bench", "verify"]
+Step = Callable[[Case, Sequence[str], Sequence[Record], Sink], None]  # case, backends, what is known of it, sink
 
 MAX_COMPILERS = 16  # processes; each takes about 1 GB of host memory and half of that on the GPU
-POISON_BYTES = 256 * 2**20  # more than the outputs and scratch memory of a hard case
+MAX_LOSSES = 3  # cases in a row in which a backend takes down or hangs its process, before it is left out
 
 log = logging.getLogger(__name__)
 
@@ -48,44 +48,22 @@ def bench(
     seed: int = 0,
     config: measure.Config | None = None,
     compile_ahead: bool = True,
+    kept: Sequence[Record] = (),
+    timeout_s: float | None = None,
+    tell: Tell | None = None,
 ) -> None:
     """Time every backend on every case, and check what the timed calls gave.
 
     The check compares two value heads with the chunk form in float32: it tells a wrong result from a rounded one. A
-    wrong result keeps its time, and its record says so. compile_ahead: see `warm_up`.
+    wrong result keeps its time, and its record says so.
+
+    compile_ahead  see `warm_up`
+    kept           records of an earlier run: what they hold is not run again, nor given to the sink
+    timeout_s      cases run in another process, where each may run for so long, and each backend compile; None: here
+    tell           is called with what is being done, and whether that is compiling
     """
-    if compile_ahead:
-        warm_up(cases, backends, device, seed)
-    uncapturable = [backend.name for backend in backends if not backend.capturable]
-
-    def one(case: Case, rows: dict[str, _Row]) -> None:
-        inputs = drawing.make(case, seed, device)
-        before = accuracy.snapshot(inputs.tensors())
-        calls = {name: call for name, row in rows.items() if (call := row.prepare(inputs))}
-        readings = measure.interleaved(calls, config or measure.Config(), device, uncapturable=uncapturable)
-        heads = accuracy.some_heads(inputs)
-        right = accuracy.quick_truth(inputs, heads) if calls else {}
-        unstable = accuracy.instability(inputs)
-        changed = None if accuracy.same(before, inputs.tensors()) else "a backend of this row changed the inputs"
-        for name, reading in readings.by_name.items():
-            row = rows[name]
-            if reading.error is not None:
-                row.fail(reading.error)
-                continue
-            row.timing, row.clocks = reading.timing, readings.clocks
-            row.kernels += reading.kernels
-            row.note(reading.note)
-            row.note(unstable)
-            row.bound = accuracy.CHECK
-            try:
-                row.errors = accuracy.errors(accuracy.heads_of(reading.outputs, heads), right, case.tokens)
-            except (KeyError, ValueError) as error:
-                row.judge(False, f"wrong result: {error}")
-                continue
-            good = not changed and accuracy.within(row.errors, dict.fromkeys(right, accuracy.CHECK))
-            row.judge(None if unstable else good, None if good or unstable else changed or "wrong result")
-
-    _loop(one, cases, backends, "bench", seed, sink)
+    job = Job("bench", tuple(cases), tuple(backends), device, seed, config or measure.Config(), compile_ahead)
+    _sweep(job, sink, kept, timeout_s, tell)
 
 
 def verify(
@@ -96,225 +74,147 @@ def verify(
     *,
     seed: int = 0,
     compile_ahead: bool = True,
+    kept: Sequence[Record] = (),
+    timeout_s: float | None = None,
+    tell: Tell | None = None,
 ) -> None:
     """Compare every backend on every case with the float64 truth, and check what it promises besides values.
 
     Backends that are `exact` must equal the token recurrence to rounding. Others are allowed what `accuracy.bounds`
     says, ours in view of the peers that ran. Besides: inputs are left as they were, a second run gives the same bits,
-    and backends under our contract keep its dtypes and give zeros past the last offset. compile_ahead: see `warm_up`.
+    and backends under our contract keep its dtypes and give zeros past the last offset. For the options see `bench`.
     """
-    if compile_ahead:
-        warm_up(cases, backends, device, seed)
-
-    def one(case: Case, rows: dict[str, _Row]) -> None:
-        inputs = drawing.make(case, seed, device)
-        before = accuracy.snapshot(inputs.tensors())
-        right = accuracy.truth(inputs)
-        for row in rows.values():
-            if row.backend.exact and not right.recurrence:
-                row.refuse(f"{max(case.lengths)} tokens in a sequence are too many for the recurrence to prove it by")
-            elif call := row.prepare(inputs):
-                try:
-                    row.compare(call, right, inputs, before)
-                except Exception as error:  # any backend's failure is a row, not the end of the run
-                    row.fail(error)
-
-        reference = cache(lambda: accuracy.reference_errors(inputs, right))
-        compared = {name: row for name, row in rows.items() if row.status is None}
-        peers = [row.errors for name, row in compared.items() if name in PEERS]
-        for name, row in compared.items():
-            if row.backend.exact:
-                allowed = dict.fromkeys(right.outputs, accuracy.EXACT)
-            else:
-                allowed = accuracy.bounds(row.errors, [] if name in PEERS else peers, reference)
-            row.bound = accuracy.nearest(row.errors, allowed)
-            if not accuracy.within(row.errors, allowed) and not right.unstable:
-                row.problems.insert(0, f"off the {right.name}")
-            row.note(right.unstable)
-            row.note(None if right.recurrence else f"truth: {right.name}")
-            row.judge(None if right.unstable and not row.problems else not row.problems, "; ".join(row.problems))
-
-    with _one_thread():
-        _loop(one, cases, backends, "verify", seed, sink)
+    job = Job("verify", tuple(cases), tuple(backends), device, seed, measure.Config(), compile_ahead)
+    _sweep(job, sink, kept, timeout_s, tell)
 
 
-def warm_up(cases: Sequence[Case], backends: Sequence[Backend], device: str, seed: int = 0) -> float:
+def warm_up(
+    cases: Sequence[Case],
+    backends: Sequence[Backend],
+    device: str,
+    seed: int = 0,
+    *,
+    watch: Watch | None = None,
+    always: bool = False,
+) -> float:
     """Compile ahead of a sweep, in many processes at once; returns the seconds that took.
 
-    For backends that compile for every head count: one after the other that takes several times as long as timing them.
-    Their caches on disk hand the results to this process, which compiles the other backends meanwhile. A failure here
-    is no verdict: the row that meets it again says so. Does nothing on a CPU, or when one process would do.
+    Each backend says which cases it takes to compile what all of them need. Those that compile for every head count
+    take several times as long for that as for timing: they do it in a process per head count, and their caches on disk
+    hand the results to this process, which compiles the other backends meanwhile. A failure here is no verdict: the
+    row that meets it again says so. Does nothing on a CPU, or when there is but one thing to compile, unless `always`.
     """
     begin = time.perf_counter()
-    with _stdout_is_stderr():  # finding out imports the peers
-        able = [backend for backend in backends if torch.device(device).type == "cuda" and not backend.missing()]
-    jobs: dict[tuple[str, int, int, str], list[Case]] = {}
+    watch = watch or Watch()
+    able: list[Backend] = []
+    with stdout_is_stderr():  # finding out imports the peers
+        for backend in backends:
+            watch.compiling(backend.name, f"loading {backend.name}")
+            if torch.device(device).type == "cuda" and not backend.missing():
+                able.append(backend)
+    elsewhere: dict[tuple[str, str], list[Case]] = {}
+    here: dict[str, list[Case]] = {}
     for backend in able:
-        for case in cases:
-            if backend.compiles == "per head count" and not backend.unsupported(case, "fwd"):
-                jobs.setdefault((backend.name, case.hk, case.hv, case.dtype), []).append(case)
-    if len(jobs) > 1:
-        workers = min(len(jobs), MAX_COMPILERS, os.cpu_count() or 1)
-        with _stdout_is_stderr(), ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            try:
-                waiting = [pool.submit(_compile, name, group, device, seed) for (name, *_), group in jobs.items()]
-                for backend in able:
-                    if backend.compiles == "once":
-                        _compile(backend.name, _extremes(cases), device, seed)
-                for future in waiting:
+        for case in backend.representatives([case for case in cases if not backend.unsupported(case, "fwd")]):
+            if backend.compiles == "per head count":
+                elsewhere.setdefault((backend.name, f"hk{case.hk}-hv{case.hv} {case.dtype}"), []).append(case)
+            elif backend.compiles == "once":
+                here.setdefault(backend.name, []).append(case)
+    left = len(elsewhere) + len(here)
+    if left > (0 if always else 1):
+        try:
+            with stdout_is_stderr(), _compilers(len(elsewhere)) as pool:
+                futures = {
+                    pool.submit(_compile_elsewhere, job[0], group, device, seed): job
+                    for job, group in elsewhere.items()
+                }
+                for name, group in here.items():
+                    watch.compiling(name, f"compiling {name}, {left} jobs left, {time.perf_counter() - begin:.0f} s")
+                    _compile(name, group, device, seed)
+                    left -= 1
+                watch.compiling(None, f"compiling in other processes, {left} jobs left")
+                for future in as_completed(futures):
+                    left -= 1
+                    name, what = futures[future]
+                    done = f"compiled {name} for {what}, {left} jobs left, {time.perf_counter() - begin:.0f} s"
+                    watch.compiling(None, done)
                     if error := future.exception():
-                        log.warning("a compiling process failed: %s", error)
-            except BrokenExecutor as error:
-                log.warning("no process to compile in: %s", error)
-            except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+                        log.warning("a process compiling %s for %s failed: %s", name, what, error)
+        except BrokenExecutor as error:
+            log.warning("no process to compile in: %s", error)
+    watch.running(None)
     return time.perf_counter() - begin
+
+
+@contextmanager
+def _compilers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    workers = max(1, min(jobs, MAX_COMPILERS, os.cpu_count() or 1))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=die_with_parent, initargs=(os.getpid(),)) as pool:
+        try:
+            yield pool
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _compile_elsewhere(name: str, cases: Sequence[Case], device: str, seed: int) -> None:
+    """`_compile` in a process of the pool."""
+    # FLA would keep tuning results on disk as well. Those of a GPU shared by many processes are noise.
+    os.environ["FLA_CACHE_RESULTS"] = "0"
+    _compile(name, cases, device, seed)
 
 
 def _compile(name: str, cases: Sequence[Case], device: str, seed: int) -> None:
     """Run one backend once on each case, for what that leaves in its caches."""
-    if multiprocessing.parent_process():
-        # FLA would keep tuning results on disk as well. Those of a GPU shared by many processes are noise.
-        os.environ["FLA_CACHE_RESULTS"] = "0"
     (backend,) = create([name], device)
     if backend.missing():
         return
     with torch.no_grad():
         for case in cases:
             try:
-                if not backend.unsupported(case, "fwd"):
-                    backend.prepare(drawing.make(case, seed, device), "fwd")
+                backend.prepare(drawing.make(case, seed, device), "fwd")
             except Exception as error:  # met again where it counts
-                log.warning("compiling %s for %s: %s", name, case.id, _first_line(error))
-            _free_memory()
+                log.warning("compiling %s for %s: %s", name, case.id, first_line(error))
+            free_memory()
 
 
-def _extremes(cases: Iterable[Case]) -> list[Case]:
-    """Of every layout and dtype the cases with the fewest and the most value heads, between which choices turn."""
-    groups: dict[tuple[str, str], list[Case]] = {}
-    for case in cases:
-        groups.setdefault((case.layout, case.dtype), []).append(case)
-    ends = [(min(group, key=lambda c: c.hv), max(group, key=lambda c: c.hv)) for group in groups.values()]
-    return list(dict.fromkeys(case for pair in ends for case in pair))
+def _sweep(job: Job, sink: Sink, kept: Sequence[Record], timeout_s: float | None, tell: Tell | None) -> None:
+    """Run what is not kept, case by case; the records of a case go to the sink together, in order of backends."""
+    known: dict[str, list[Record]] = {}
+    for record in kept:
+        known.setdefault(record.case_id, []).append(record)
+    wanted: list[tuple[Case, list[str]]] = []
+    for case in job.cases:
+        done = {record.backend for record in known.get(case.id, [])}
+        if names := [backend.name for backend in job.backends if backend.name not in done]:
+            wanted.append((case, names))
+    if not wanted:
+        return
+    asked = {name for _, names in wanted for name in names}
+    job = replace(
+        job, cases=tuple(case for case, _ in wanted), backends=tuple(b for b in job.backends if b.name in asked)
+    )
+    with _here(job, tell) if timeout_s is None else _isolated(job, timeout_s, tell) as step:
+        for case, names in wanted:
+            step(case, names, known.get(case.id, []), sink)
 
 
-@dataclass
-class _Row:
-    """A record in the making."""
+@contextmanager
+def _here(job: Job, tell: Tell | None) -> Iterator[Step]:
+    """Cases run in this process: nothing ends one that hangs, and a dead GPU ends all."""
+    watch = Watch(tell)
+    if job.compile_ahead:
+        warm_up(job.cases, job.backends, job.device, job.seed, watch=watch)
+    lost: Lost | None = None  # why nothing can run any more
 
-    case: Case
-    backend: Backend
-    command: Command
-    seed: int
-    status: Status | None = None  # None until something decides it
-    reason: str | None = None
-    hint: str | None = None
-    timing: Timing | None = None
-    errors: dict[str, TensorErrors] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    bound: float | None = None
-    passed: bool | None = None
-    deterministic: bool | None = None
-    kernels: list[str] = field(default_factory=list)
-    compile_s: float | None = None
-    clocks: Clocks | None = None
-
-    def able(self) -> bool:
-        """Whether the backend can run the case here; if not, the status is decided."""
-        if reason := self.backend.missing():
-            self.status, self.reason, self.hint = "missing", reason, self.backend.hint
-        elif reason := self.backend.unsupported(self.case, "fwd"):
-            self.refuse(reason)
-        return self.status is None
-
-    def prepare(self, inputs: Inputs) -> Call | None:
-        """The call to measure or check, or None with the status decided."""
-        begin = time.perf_counter()
+    def step(case: Case, names: Sequence[str], known: Sequence[Record], sink: Sink) -> None:
+        nonlocal lost
+        rows = rows_of(job, case, names)
         try:
-            call = self.backend.prepare(inputs, "fwd")
-            self.compile_s = time.perf_counter() - begin
-            self.kernels = self.backend.kernels(inputs)
-        except Exception as error:  # any backend's failure is a row, not the end of the run
-            self.fail(error)
-            return None
-        return call
-
-    def compare(self, call: Call, right: accuracy.Truth, inputs: Inputs, before: Mapping[str, torch.Tensor]) -> None:
-        """Run twice on poisoned memory, and note errors and broken promises."""
-        if inputs.v.is_cuda:
-            _poison()
-        first = accuracy.snapshot(call())
-        self.deterministic = accuracy.same(first, call())
-        self.errors = accuracy.errors(first, right.outputs, self.case.tokens)
-        self.problems = accuracy.contract(first, inputs) if self.backend.contract else []
-        if not self.deterministic:
-            self.problems.append("two runs differ")
-        tensors = inputs.tensors()
-        if not accuracy.same(before, tensors):
-            self.problems.append("it changed its inputs")
-            for name, original in before.items():  # the next backend needs them
-                tensors[name].copy_(original)
-
-    def fail(self, error: BaseException) -> None:
-        self.status, self.reason = _status(error)
-        if self.status == "failed":
-            log.warning("%s on %s failed", self.backend.name, self.case.id, exc_info=error)
-
-    def refuse(self, reason: str) -> None:
-        self.status, self.reason = "unsupported", reason
-
-    def note(self, text: str | None) -> None:
-        """Add something that a reader of the record should know."""
-        if text:
-            self.reason = f"{self.reason}; {text}" if self.reason else text
-
-    def judge(self, passed: bool | None, why: str | None) -> None:
-        self.status, self.passed = "ok", passed
-        self.note(why)
-
-    def record(self) -> Record:
-        return Record.of(
-            self.case,
-            backend=self.backend.name,
-            direction="fwd",
-            command=self.command,
-            status=self.status or "interrupted",
-            seed=self.seed,
-            reason=self.reason,
-            hint=self.hint,
-            timing=self.timing,
-            errors=self.errors,
-            bound=self.bound,
-            passed=self.passed,
-            deterministic=self.deterministic,
-            kernels=list(dict.fromkeys(self.kernels)),
-            compile_s=self.compile_s,
-            clocks=self.clocks,
-        )
-
-
-def _loop(
-    one: Callable[[Case, dict[str, _Row]], None],
-    cases: Sequence[Case],
-    backends: Sequence[Backend],
-    command: Command,
-    seed: int,
-    sink: Sink,
-) -> None:
-    """Call `one` with the rows of each case that can run; give all its records to the sink, in order of backends."""
-    lost: str | None = None  # why nothing can run any more
-    for case in cases:
-        rows = {backend.name: _Row(case, backend, command, seed) for backend in backends}
-        try:
-            with _stdout_is_stderr(), torch.no_grad():
-                able = {name: row for name, row in rows.items() if row.able()}
-                if lost:
-                    for row in able.values():
-                        row.status, row.reason = "failed", lost
-                elif able:
-                    _guarded(one, case, able)
-                    lost = _lost_gpu(able)
+            with stdout_is_stderr():
+                gone = decide(job, case, rows, known, watch, lost)
+            lost = lost or gone
         except KeyboardInterrupt:
             for row in rows.values():
                 sink(row.record())
@@ -322,80 +222,89 @@ def _loop(
         for row in rows.values():
             sink(row.record())
 
-
-def _guarded(one: Callable[[Case, dict[str, _Row]], None], case: Case, rows: dict[str, _Row]) -> None:
-    try:
-        one(case, rows)
-    except Exception as error:  # what concerns all rows: no memory for the inputs or the truth, a device error
-        for row in rows.values():
-            if row.status is None:
-                row.fail(error)
-    if any(row.status in ("failed", "oom") for row in rows.values()):
-        gc.collect()  # tracebacks hold tensors in cycles; collecting after every case would take longer than the cases
-    _free_memory()
-
-
-def _lost_gpu(rows: Mapping[str, _Row]) -> str | None:
-    """Why the GPU of this process can run nothing any more, None if it can. Some errors end a CUDA context for good."""
-    if not torch.cuda.is_initialized() or all(row.status != "failed" for row in rows.values()):
-        return None
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        return f"the GPU was lost in an earlier case: {_first_line(error)}"
-    return None
-
-
-def _status(error: BaseException) -> tuple[Status, str]:
-    """Status and reason of a row that ended in an error."""
-    text = f"{type(error).__name__}: {_first_line(error)}"
-    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError) or "out of memory" in text.lower():
-        return "oom", " ".join(str(error).split())  # torch names the bytes asked for, and those free
-    if isinstance(error, UnsupportedError | NotImplementedError):
-        return "unsupported", text
-    return "failed", text
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""
-
-
-def _free_memory() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def _poison() -> None:
-    """Fill the memory that the next call will get with NaN, so that reading what was never written shows."""
-    torch.cuda.empty_cache()
-    blocks = [torch.full((POISON_BYTES // 4,), torch.nan, device="cuda")]
-    blocks += [
-        torch.full((2**16,), torch.nan, device="cuda") for _ in range(64)
-    ]  # blocks under 1 MB have their own pool
-    del blocks
+    yield step
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """PyTorch on one CPU thread: cases to verify are small, and sharing them out takes longer than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _isolated(job: Job, timeout_s: float, tell: Tell | None) -> Iterator[Step]:
+    """Cases run in a worker process, which is replaced when a case takes it down or does not come to an end.
+
+    Such a case runs again, without the backend that was in hand: the others are still measured side by side.
+    """
+    worker = Worker(partial(_serve, job), [backend.name for backend in job.backends], timeout_s, tell)
+    losses: Counter[str] = Counter()  # of a backend, in a row
+    last: dict[str, Lost] = {}
+
+    def ask(case: Case, names: Sequence[str], known: Sequence[Record]) -> list[Record]:
+        while True:
+            try:
+                records: list[Record] = worker.ask((case, names, known))
+                return records
+            except Lost as lost:
+                if not lost.starting:
+                    raise
+                if job.compile_ahead and worker.start == first:
+                    log.warning("compiling ahead was given up: %s: %s", lost.name or "a process", lost.reason)
+                else:
+                    do = "see why with --in-process"
+                    raise EnvironmentProblem("the worker process does not start", given=lost.reason, do=do) from None
+            finally:
+                worker.start = again
+
+    first = worker.start
+    again = partial(_serve, replace(job, compile_ahead=False))
+
+    def step(case: Case, names: Sequence[str], known: Sequence[Record], sink: Sink) -> None:
+        rows = rows_of(job, case, names)
+        records: dict[str, Record] = {}
+        for name, row in rows.items():
+            if losses[name] >= MAX_LOSSES:
+                row.status = last[name].status
+                row.reason = f"not run: so ended the {MAX_LOSSES} cases before: {last[name].reason}"
+                records[name] = row.record()
+        try:
+            while left := [name for name in rows if name not in records]:
+                try:
+                    found = {record.backend: record for record in ask(case, left, known)}
+                    losses.subtract({name: losses[name] for name in found})
+                    records |= found
+                except Lost as lost:
+                    for name in [lost.name] if lost.name in left else left:
+                        losses[name] += name == lost.name
+                        last[name] = lost
+                        rows[name].status = lost.status
+                        rows[name].reason = lost.reason if name == lost.name else f"{lost.reason}, outside any backend"
+                        records[name] = rows[name].record()
+                        log.warning("%s on %s: %s", lost.name or "no backend", case.id, lost.reason)
+        except KeyboardInterrupt:
+            for name, row in rows.items():
+                sink(records.get(name) or row.record())
+            raise
+        for name in rows:
+            sink(records[name])
+
     try:
-        yield
+        yield step
+        worker.close()
     finally:
-        torch.set_num_threads(threads)
+        worker.kill()
 
 
-@contextmanager
-def _stdout_is_stderr() -> Iterator[None]:
-    """Point descriptor 1 at stderr: compilers and peers print there, child processes included."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(stdout, 1)
-        os.close(stdout)
+def _serve(job: Job, watch: Watch) -> Callable[[Any], list[Record]]:
+    """In the worker process: what runs a case."""
+    if job.compile_ahead:
+        warm_up(job.cases, job.backends, job.device, job.seed, watch=watch)
+        if torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:  # no case is to blame for that
+                raise Lost("failed", first_line(error)) from error
+
+    def do(task: tuple[Case, Sequence[str], Sequence[Record]]) -> list[Record]:
+        case, names, known = task
+        rows = rows_of(job, case, names)
+        if lost := decide(job, case, rows, known, watch):
+            raise lost
+        return [row.record() for row in rows.values()]
+
+    return do

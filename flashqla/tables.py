@@ -1,65 +1,168 @@
-"""Records as plain text. The same run always gives the same bytes: published tables are rendered from their JSON."""
+"""Records as text, Markdown and CSV.
 
+The same run always gives the same bytes: published tables are rendered from their JSON.
+"""
+
+import csv as csv_file
+import io
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from flashqla.cases import Case
+from flashqla.errors import ArgumentError
 from flashqla.records import Record, Run, TensorErrors, judged, went_wrong
+from flashqla.roofline import CEILINGS, Rates, rates
 
 CLOCKS = {"graph": "CUDA graph replay", "events": "CUDA events", "wall": "wall clock"}
 
 
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells below one or more rows of column heads."""
+
+    head: list[list[str]]
+    rows: list[list[str]]
+    title: str = ""
+    left: tuple[int, ...] = (0,)  # columns of words; the others are numbers, and stand to the right
+
+
+@dataclass(frozen=True)
+class Page:
+    """Tables and what is said about them, before a format is chosen."""
+
+    title: str
+    facts: dict[str, str]
+    tables: list[Table]
+    notes: list[str] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
+
+
+def text(page: Page) -> str:
+    """Plain text, for a terminal or a file."""
+    lines = [page.title, *(f"  {name:<10}{fact}" for name, fact in page.facts.items())]
+    for table in page.tables:
+        lines += ["", *[table.title] * bool(table.title), *_grid(table)]
+    for block in (page.notes, page.summary):
+        lines += ["", *block] if block else []
+    return "\n".join(lines) + "\n"
+
+
+def markdown(page: Page) -> str:
+    """GitHub's Markdown, for a pull request or a job summary."""
+    lines = [f"## {page.title}", "", *(_plain(line) + "\n" for line in page.summary)]
+    lines += [f"- {name}: {_plain(fact)}" for name, fact in page.facts.items()]
+    for table in page.tables:
+        head = [" ".join(filter(None, column)) for column in zip(*table.head, strict=True)]
+        rule = [":--" if column in table.left else "--:" for column in range(len(head))]
+        rows = [[_plain(cell) for cell in row] for row in table.rows]
+        lines += ["", *[f"### {table.title}", ""] * bool(table.title)]
+        lines += [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
+    lines += ["", *(f"- {_plain(note)}" for note in page.notes)] if page.notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _plain(words: str) -> str:
+    """Words that Markdown shows as they are, on one line and in one cell."""
+    return re.sub(r"([\\`*_|<\[\]])", r"\\\1", " ".join(words.split()))
+
+
+def csv(run: Run) -> str:
+    """A line per record, with every field that any of them has: `timing.gpu_ms` is inside `timing`."""
+    rows = [dict(_flat(record.model_dump(mode="json"))) for record in run.records]
+    names = dict.fromkeys(name for row in rows for name in row)
+    lines = io.StringIO()
+    writer = csv_file.DictWriter(lines, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return lines.getvalue()
+
+
+def _flat(content: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, "; ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def page(run: Run) -> Page:
+    """The table of a run, whatever its command was."""
+    return verify_page(run) if run.kind.startswith("verify") else bench_page(run)
+
+
 def bench_text(run: Run) -> str:
+    """Table of a bench run as plain text."""
+    return text(bench_page(run))
+
+
+def verify_text(run: Run) -> str:
+    """Table of a verify run as plain text."""
+    return text(verify_page(run))
+
+
+def bench_page(run: Run, *, roofline: bool = False) -> Page:
     """Table of a bench run: a block per model, a row per layout, and how many times faster than each peer we are.
 
-    Columns: time per backend in ms (ours first), on a GPU our call time from the host in ms, ratios peer / ours.
+    Columns: time per backend in ms (ours first), on a GPU our call time from the host in ms, ratios peer / ours. With
+    `roofline` also the least time, and our TFLOP/s, GB/s and percent of the floor.
     """
-    backends = _backends(run)
+    backends = columns(run)
     ours, peers = backends[0], backends[1:]
     notes = _Notes()
     # On the CPU the host is the device, and a call has one time.
     eager = any(record.timing and record.timing.clock != "wall" for record in run.records)
     ratios: list[dict[str, float]] = []
-    lines: list[str] = []
-    for title, rows in _blocks(run):
-        block = [_ratios(row, ours, peers) for row in rows]
+    tables: list[Table] = []
+    for title, rows in blocks(run):
+        block = [speedups(row, ours, peers) for row in rows]
         ratios += block
-        cells = [
+        head = [
             ["", *("ms" for _ in backends), *["call ms"] * eager, *("faster than" for _ in peers)],
             ["layout", *backends, *[ours] * eager, *peers],
         ]
+        if roofline:
+            head = [[*head[0], "floor", "TFLOP/s", "GB/s", "of floor"], [*head[1], "ms", ours, ours, ours]]
+        cells = []
         for row, ratio in zip(rows, block, strict=True):
             times = [_time(row.get(name), notes) for name in backends]
             timing = row[ours].timing if ours in row else None
             call = _ms(timing.call_ms if timing else None)
-            cells.append([_label(row), *times, *[call] * eager, *(_ratio(ratio.get(name)) for name in peers)])
+            cells.append([label(row), *times, *[call] * eager, *(_ratio(ratio.get(name)) for name in peers)])
+            cells[-1] += _roof(row.get(ours), run.environment.gpu) if roofline else []
         if peers:
             cells.append(["geometric mean", *[""] * (len(backends) + eager), *_means(block, peers)])
-        lines += ["", title, *_grid(cells)]
+            cells[-1] += [""] * (4 * roofline)
+        tables.append(Table(head, cells, title))
     if peers:
         least = [_ratio(min((row[name] for row in ratios if name in row), default=None)) for name in peers]
         most = [_ratio(max((row[name] for row in ratios if name in row), default=None)) for name in peers]
-        cells = [["", *peers], ["geometric mean", *_means(ratios, peers)], ["least", *least], ["most", *most]]
         counts = [str(sum(name in row for row in ratios)) for name in peers]
-        lines += ["", f"All rows: {ours} faster than", *_grid([*cells, ["rows", *counts]])]
+        cells = [["geometric mean", *_means(ratios, peers)], ["least", *least], ["most", *most], ["rows", *counts]]
+        tables.append(Table([["", *peers]], cells, f"All rows: {ours} faster than"))
     legend = [
         "ms: median time of the op alone.",
         *[f"call ms: median time of {ours} called from Python and waited for."] * eager,
         *[f"faster than: time of the other / time of {ours}; above 1.00x {ours} is the faster one."] * bool(peers),
         "n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled.",
         "Means leave out rows without a ratio.",
+        *[_roof_legend(run.environment.gpu)] * roofline,
     ]
-    return "\n".join([*_header(run), *lines, "", *legend, *_kernels(run), *notes.lines()]) + "\n"
+    return Page(_title(run), facts(run), tables, [*legend, *_kernels(run), *notes.lines()])
 
 
-def verify_text(run: Run) -> str:
+def verify_page(run: Run) -> Page:
     """Table of a verify run: a row per case, the relative L2 errors of each output per backend, the worst case last."""
-    backends, ours = _backends(run), judged(run)
+    backends, ours = columns(run), judged(run)
     notes = _Notes()
-    rows = [row for _, rows in _blocks(run) for row in rows]
+    rows = [row for _, rows in blocks(run) for row in rows]
     rows.sort(key=lambda row: max((_badness(row[name]) for name in ours if name in row), default=0.0))
     bounded = {name: [name, "bound"] if name in ours else [name] for name in backends}
-    cells = [["case", *(title for titles in bounded.values() for title in titles), "verdict"]]
+    head = ["case", *(title for titles in bounded.values() for title in titles), "verdict"]
+    cells = []
     for row in rows:
         line = [next(iter(row.values())).case_id]
         for name, titles in bounded.items():
@@ -72,8 +175,8 @@ def verify_text(run: Run) -> str:
         f"Relative L2 error against the float64 recurrence: {' / '.join(outputs) or 'none'}. !: above the bound.",
         "n/a: not run, see the note. A peer that is off says nothing about the others: the yardstick is float64.",
     ]
-    lines = [*_header(run), "", *_grid(cells), "", *legend, *_kernels(run), *notes.lines(), ""]
-    return "\n".join([*lines, *(_summary(run, name) for name in backends)]) + "\n"
+    summary = [_summary(run, name) for name in backends]
+    return Page(_title(run), facts(run), [Table([head], cells)], [*legend, *_kernels(run), *notes.lines()], summary)
 
 
 class _Notes:
@@ -95,7 +198,12 @@ class _Notes:
         return [f"[{number}] {text}" for text, number in self._numbers.items()]
 
 
-def _header(run: Run) -> list[str]:
+def _title(run: Run) -> str:
+    return f"flashqla {run.kind.replace('-', ' ')}"
+
+
+def facts(run: Run) -> dict[str, str]:
+    """What made the numbers of a run: device, clocks, versions, sources and settings, a line each."""
     env, settings = run.environment, run.settings
     readings = [record.clocks for record in run.records if record.clocks]
     speeds = [reading.sm_mhz for reading in readings if reading.sm_mhz]
@@ -116,7 +224,7 @@ def _header(run: Run) -> list[str]:
     timing = [f"L2 {timings[0].l2}", " or ".join(dict.fromkeys(CLOCKS[t.clock] for t in timings))] if timings else []
     timing += [f"{_range(len(t.samples) for t in timings)} samples per time"] if timings else []
     timing += [f"{name} {settings[name]}" for name in ("suite", "seed", "device") if settings.get(name) is not None]
-    facts = {
+    return {
         "started": run.started.isoformat() + (", interrupted" if run.interrupted else ""),
         "device": ", ".join(device),
         "cpu": env.cpu,
@@ -125,7 +233,6 @@ def _header(run: Run) -> list[str]:
         "kernels": f"sources sha256 {env.kernel_fingerprint}",
         "settings": ", ".join(timing),
     }
-    return [f"flashqla {run.kind.replace('-', ' ')}", *(f"  {name:<10}{text}" for name, text in facts.items())]
 
 
 def _range(numbers: Iterable[int]) -> str:
@@ -139,20 +246,20 @@ def _list(versions: dict[str, str | None]) -> str:
 
 def _kernels(run: Run) -> list[str]:
     """What ran, a line per backend."""
-    ran: dict[str, dict[str, None]] = {name: {} for name in _backends(run)}
+    ran: dict[str, dict[str, None]] = {name: {} for name in columns(run)}
     for record in run.records:
         # Names that generators give to kernels run to hundreds of characters; the file has them whole.
         ran[record.backend].update(dict.fromkeys(k if len(k) <= 120 else k[:117] + "..." for k in record.kernels))
     return [f"{name} ran: {', '.join(kernels)}" for name, kernels in ran.items() if kernels]
 
 
-def _backends(run: Run) -> list[str]:
+def columns(run: Run) -> list[str]:
     """Backends in the order in which they ran, ours first."""
     names = list(dict.fromkeys(record.backend for record in run.records))
     return sorted(names, key=lambda name: name not in judged(run)) or ["none"]
 
 
-def _blocks(run: Run) -> list[tuple[str, list[dict[str, Record]]]]:
+def blocks(run: Run) -> list[tuple[str, list[dict[str, Record]]]]:
     """Records as (block title, rows); a row maps backend to record. Order of first appearance."""
     blocks: dict[str, dict[str, dict[str, Record]]] = {}
     for record in run.records:
@@ -161,13 +268,13 @@ def _blocks(run: Run) -> list[tuple[str, list[dict[str, Record]]]]:
     return [(title, list(rows.values())) for title, rows in blocks.items()]
 
 
-def _label(row: dict[str, Record]) -> str:
+def label(row: dict[str, Record]) -> str:
     """The layout, which is all that differs between rows of a model; else all of the id but the heads."""
     record = next(iter(row.values()))
     return record.layout if record.model else record.case_id.partition("/")[2]
 
 
-def _ratios(row: dict[str, Record], ours: str, peers: Sequence[str]) -> dict[str, float]:
+def speedups(row: dict[str, Record], ours: str, peers: Sequence[str]) -> dict[str, float]:
     """Time of each peer over ours, where both have a time and a right result."""
     times = {
         name: record.timing.gpu_ms
@@ -175,6 +282,35 @@ def _ratios(row: dict[str, Record], ours: str, peers: Sequence[str]) -> dict[str
         if record.status == "ok" and record.passed is not False and record.timing and record.timing.gpu_ms
     }
     return {name: times[name] / times[ours] for name in peers if name in times and ours in times}
+
+
+def reached(record: Record, gpu: str | None) -> Rates | None:
+    """What the time of a forward pass comes to; None for a record without a time and a right result."""
+    timing, right = record.timing, record.status == "ok" and record.passed is not False
+    if not right or timing is None or timing.gpu_ms is None or record.direction != "fwd":
+        return None
+    known = {f.name: record.case[f.name] for f in fields(Case) if f.name in record.case}
+    try:
+        case = Case(**{**known, "lengths": tuple(known["lengths"])})
+    except (ArgumentError, KeyError, TypeError):  # a case of another version of flashqla
+        return None
+    return rates(case, timing.gpu_ms, gpu)
+
+
+def _roof(record: Record | None, gpu: str | None) -> list[str]:
+    found = reached(record, gpu) if record else None
+    if found is None:
+        return ["-"] * 4
+    speeds = [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in (found.tflops_per_s, found.gb_per_s)]
+    return [_ms(found.floor_ms), *speeds, "-" if found.percent is None else f"{found.percent:.0f}%"]
+
+
+def _roof_legend(gpu: str | None) -> str:
+    ceilings = CEILINGS.get(gpu or "")
+    if ceilings is None:
+        return f"floor: not known for this device, since its ceilings have not been measured ({gpu or 'no GPU'})."
+    peak, memory = ceilings.flops_per_s / 1e12, ceilings.bytes_per_s / 1e12
+    return f"floor: the larger of FLOPs at {peak:g} TFLOP/s and bytes at {memory:g} TB/s, from a cold L2."
 
 
 def _means(ratios: Iterable[dict[str, float]], peers: Sequence[str]) -> list[str]:
@@ -252,7 +388,12 @@ def _summary(run: Run, backend: str) -> str:
     return f"{backend}: {passed} passed, {failed} failed{rest}"
 
 
-def _grid(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Cells in columns, the first one to the left, the others to the right."""
+def _grid(table: Table) -> list[str]:
+    """Cells in columns."""
+    cells = [*table.head, *table.rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
+    sides = [str.ljust if column in table.left else str.rjust for column in range(len(widths))]
+    lines = (
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in cells
+    )
+    return [f"  {line}".rstrip() for line in lines]

@@ -1,5 +1,6 @@
 """The `flashqla` command: its options, and how an error becomes an exit code."""
 
+import signal
 import sys
 import traceback
 from typing import Annotated, Any
@@ -7,18 +8,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashqla.cli import bench, cases, console, doctor, explain, verify
+from flashqla.cli import bench, cases, compare, console, doctor, explain, report, show, verify, warmup
 from flashqla.errors import FlashqlaError
 
 EXIT_CODES = """\b
 Exit codes:
   0    ok
-  1    a wrong result, or a row that failed
+  1    a wrong result, a row that failed, or a regression
   2    wrong usage
   3    something is missing or unsupported on this machine
-  4    nothing to run
+  4    nothing to run or to compare
   70   a bug in flashqla
-  130  interrupted; finished rows are kept
+  130  interrupted by Ctrl-C or SIGTERM; finished rows are kept
 """
 EXAMPLES = """\b
 Examples:
@@ -62,9 +63,15 @@ app = typer.Typer(
 )
 app.command(epilog=verify.EXAMPLES)(verify.verify)
 app.add_typer(bench.app, name="bench")
+app.command(epilog=compare.EXAMPLES)(compare.compare)
+app.command(epilog=compare.CALIBRATE_EXAMPLES)(compare.calibrate)
+app.command(epilog=show.EXAMPLES)(show.show)
+app.command(epilog=report.EXAMPLES)(report.report)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command(epilog=explain.EXAMPLES)(explain.explain)
+app.command(epilog=warmup.EXAMPLES)(warmup.warmup)
 app.command(epilog=cases.EXAMPLES)(cases.cases)
+app.command(epilog=show.SCHEMA_EXAMPLES)(show.schema)
 
 
 def _version(asked: bool) -> None:
@@ -86,4 +93,7 @@ def root(
 
 def main() -> None:
     """Entry point."""
-    app()
+    try:
+        app()
+    finally:  # what is left is for Python to take down, and Ctrl-C would only spoil the exit code
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -36,19 +36,26 @@ def fwd(
     seed: options.SeedOption = 0,
     json: options.JsonOption = None,
     out: options.OutOption = None,
+    roofline: Annotated[
+        bool, typer.Option("--roofline", help="Add TFLOP/s, GB/s and percent of the least possible time.")
+    ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="No CPU path; a row of any backend that is not ok is an error.")
     ] = False,
+    resume: options.ResumeOption = None,
+    timeout: options.TimeoutOption = options.TIMEOUT_S,
+    in_process: options.InProcessOption = False,
     quiet: options.QuietOption = False,
     no_color: options.NoColorOption = False,
 ) -> None:
     """Time the forward pass. Every result is checked before its time counts.
 
     On a Hopper GPU: our kernels and the peers on the 171 rows of suite qwen. Elsewhere: PyTorch on the CPU, suite cpu.
-    A peer that is missing or fails keeps its column, with the reason.
+    A peer that is missing or fails keeps its column, with the reason. Cases run in a process of their own: one that
+    crashes or hangs costs its row, not the run.
     """
     from flashqla.cli import session
-    from flashqla.tables import bench_text
+    from flashqla.tables import bench_page, text
 
     where = session.choose_device(device, strict=strict)
     suites = suite or DEFAULT_SUITES[where]
@@ -56,16 +63,19 @@ def fwd(
 
     from flashqla import backends, measure, runner  # and with them torch
 
-    chosen = backends.create(backend or backends.defaults("bench", where), where)
+    names = backend or backends.defaults("bench", where)
+    chosen = backends.create(names, where)
+    timeout_s = None if in_process else timeout
     config = measure.Config(repeats=repeats, l2=l2.value)
     session.run(
         "bench-fwd",
-        partial(runner.bench, cases, chosen, where, seed=seed, config=config),
-        total=len(cases) * len(chosen),
+        partial(runner.bench, cases, chosen, where, seed=seed, config=config, timeout_s=timeout_s),
+        rows=[(case.id, name) for case in cases for name in dict.fromkeys(names)],
         settings={"suite": "+".join(suites), "device": where, "seed": seed, "repeats": repeats, "l2": l2.value},
-        render=bench_text,
+        render=lambda run: text(bench_page(run, roofline=roofline)),
         json=json,
         out=out,
+        resume=resume,
         strict=strict,
         quiet=quiet,
     )

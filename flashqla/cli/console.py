@@ -2,15 +2,25 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
 
-from flashqla.errors import FlashqlaError
+from flashqla.errors import FlashqlaError, RecordError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress  # whose import takes longer than most commands
 
 
 def result(text: str) -> None:
-    """Print a result."""
-    print(text.removesuffix("\n"))
+    """Print a result. A reader that has had enough, as `head` has, is no error."""
+    try:
+        print(text.removesuffix("\n"), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
+    except OSError as error:
+        raise RecordError("stdout cannot be written", given=error.strerror or "") from error
 
 
 def note(text: str) -> None:
@@ -28,19 +38,84 @@ def error(problem: FlashqlaError) -> None:
     print(f"{_paint('error:', '31')} {problem}", file=sys.stderr)
 
 
+class Pace:
+    """How long a run of `total` rows will take. Time spent compiling says nothing about the rows to come."""
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._left, self._done, self._ran = clock, total, 0, 0.0
+        self._since: float | None = None  # None while compiling
+
+    def turn(self, compiling: bool) -> None:
+        """Rows are measured from now on, or what they need is compiled."""
+        if self._since is not None:
+            self._ran += self._clock() - self._since
+        self._since = None if compiling else self._clock()
+
+    def step(self) -> None:
+        """A row is done."""
+        self.turn(self._since is None)
+        self._done, self._left = self._done + 1, self._left - 1
+
+    def left(self) -> str:
+        """Time left, as 1:02:03; empty while there is nothing to judge by."""
+        if not (self._done and self._ran):
+            return ""
+        seconds = round(self._ran / self._done * self._left)
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+
+
+class Progress:
+    """What a run does and how far it is. This one keeps silent."""
+
+    def step(self, text: str) -> None:
+        """A row is done."""
+
+    def tell(self, text: str, compiling: bool) -> None:
+        """What is being done, and whether that is compiling."""
+
+
+class Bar(Progress):
+    """On a terminal."""
+
+    def __init__(self, bar: "RichProgress", total: int) -> None:
+        self._bar, self._pace = bar, Pace(total)
+        self._task = bar.add_task("", total=total, left="")
+
+    def step(self, text: str) -> None:
+        self._pace.step()
+        self._bar.update(self._task, advance=1, description=text, left=self._pace.left())
+
+    def tell(self, text: str, compiling: bool) -> None:
+        self._pace.turn(compiling)
+        if text:
+            self._bar.update(self._task, description=text)
+
+
 @contextmanager
-def progress(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, advanced by one with each call of what is yielded; none when quiet or not on a terminal."""
+def progress(total: int, *, quiet: bool) -> Iterator[Progress]:
+    """A bar on stderr; none when quiet or not on a terminal."""
     if quiet or not _rich_terminal():
-        yield lambda _: None
+        yield Progress()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+    from rich.table import Column
 
-    columns = (MofNCompleteColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task("compiling what is not cached", total=total)
-        yield lambda text: bar.update(task, advance=1, description=text)
+    left = TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True))
+    text = TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1))  # what does not fit is cut off
+    columns = (MofNCompleteColumn(), BarColumn(10), TimeElapsedColumn(), left, text)
+    screen = Console(stderr=True)
+    with RichProgress(*columns, console=screen, transient=True, redirect_stdout=False, expand=True) as bar:
+        yield Bar(bar, total)
+
+
+class Lines(Progress):
+    """A line on stderr for everything that is told."""
+
+    def tell(self, text: str, compiling: bool) -> None:
+        if text:
+            print(text, file=sys.stderr)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ Examples:
   flashqla explain
   flashqla explain --heads 16,64 --lengths 4096,28672 --dtype float16
 """
+MAX_ROWS = 2**48  # of heads and tokens; PyTorch counts the bytes of a tensor in 63 bits
 
 
 class DType(StrEnum):
@@ -43,7 +44,12 @@ def explain(
     from flashqla.cli import session
 
     ((hk, hv),) = options.parse_heads([heads])
-    case = Case(hk, hv, _numbers(lengths), dtype=dtype.value)
+    tokens = options.parse_numbers(lengths)
+    if not tokens:
+        raise ArgumentError("--lengths takes numbers", given=f"--lengths {lengths}", supported="--lengths 4096,28672")
+    if hv * sum(tokens) > MAX_ROWS:
+        raise ArgumentError("no tensor is that large", given=f"{hv} value heads, {sum(tokens)} tokens")
+    case = Case(hk, hv, tokens, dtype=dtype.value)
     where = session.choose_device(device)
     with console.results_only():
         plan = _plan(case, where)
@@ -69,13 +75,6 @@ def _plan(case: Case, where: str) -> "Plan":
     gates = tensor(1, case.tokens, case.hv)
     offsets = torch.tensor([0, *accumulate(case.lengths)]) if case.packed else None
     return explain_call(keys, keys, values, gates, gates, cu_seqlens=offsets)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise ArgumentError("--lengths takes numbers", given=f"--lengths {text}", supported="--lengths 4096,28672")
-    return tuple(map(int, parts))
 
 
 def _words(value: object) -> str:

@@ -1,5 +1,6 @@
 """Options that several commands share, and what they mean: one flag, one meaning."""
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -42,11 +43,21 @@ JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="PATH", help="Write the run as JSON; - is stdout, without the table."),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of the inputs.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, metavar="N", help="Seed of the inputs.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 NoColorOption = Annotated[
     bool, typer.Option("--no-color", callback=console.plain, is_eager=True, help="Plain text, as with NO_COLOR set.")
 ]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option("--resume", metavar="FILE", help="Go on with an interrupted run, keeping what needs no second try."),
+]
+TimeoutOption = Annotated[
+    float,
+    typer.Option("--timeout", min=0.1, metavar="SECONDS", help="For a case to run; as long for a backend to compile."),
+]
+InProcessOption = Annotated[bool, typer.Option("--in-process", help="No worker process and no timeout: for debugging.")]
+TIMEOUT_S = 600.0
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="PATH", help="Write the table to a file as well.")]
 
 
@@ -54,11 +65,17 @@ def parse_heads(texts: list[str]) -> list[tuple[int, int]]:
     """`2,8` -> (2, 8). Raises ArgumentError."""
     pairs = []
     for text in texts:
-        hk, comma, hv = text.partition(",")
-        if not (comma and hk.strip().isdigit() and hv.strip().isdigit()):
+        numbers = parse_numbers(text)
+        if len(numbers) != 2:
             raise ArgumentError("--heads takes two numbers", given=f"--heads {text}", supported="--heads 2,8")
-        pairs.append((int(hk), int(hv)))
+        pairs.append((numbers[0], numbers[1]))
     return pairs
+
+
+def parse_numbers(text: str) -> tuple[int, ...]:
+    """`2,8` -> (2, 8); nothing for a text that holds anything but numbers of at most 9 digits."""
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(map(int, parts)) if all(re.fullmatch("[0-9]{1,9}", part) for part in parts) else ()
 
 
 def chosen_cases(

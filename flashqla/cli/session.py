@@ -1,20 +1,22 @@
 """What `verify` and `bench` share: choosing the device, keeping records, printing the table, the exit code."""
 
-import os
+import shlex
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from flashqla import device
+from flashqla import device, records
 from flashqla.cli import console
-from flashqla.errors import EnvironmentProblem, RecordError
-from flashqla.records import Kind, Record, Run, Writer, judged, now, to_json, went_wrong
+from flashqla.errors import ArgumentError, EnvironmentProblem
+from flashqla.records import Kind, Record, Run, Writer, destination, judged, now, to_json, went_wrong, write
 
-Sink = Callable[[Record], None]
+Loop = Callable[..., None]  # takes a sink for records; kept: records not to make again; tell: as in runner
 
 
 def choose_device(asked: str | None = None, *, strict: bool = False) -> str:
@@ -49,47 +51,96 @@ def choose_device(asked: str | None = None, *, strict: bool = False) -> str:
 
 def run(
     kind: Kind,
-    loop: Callable[[Sink], None],
+    loop: Loop,
     *,
-    total: int,
+    rows: Sequence[tuple[str, str]],
     settings: dict[str, Any],
     render: Callable[[Run], str],
     json: str | None,
     out: Path | None = None,
+    resume: Path | None = None,
     strict: bool = False,
     quiet: bool = False,
 ) -> None:
     """Run `loop`, keeping each record it gives, then print the table (or JSON) and exit with the code of the outcome.
 
-    Files are proved writable before the loop starts. Ctrl-C ends the loop; what it gave so far is kept and printed.
+    Files are proved writable before the loop starts. Ctrl-C and SIGTERM end the loop; what it gave so far is kept and
+    printed.
+
+    rows    case id and backend of every record of the run, in order
+    resume  a file with some of them, which this run takes over, and replaces unless `json` names another one
     """
-    if out and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise RecordError("the table cannot be written", given=f"--out {out}", do="name a file in a folder of yours")
+    if resume and json is None:
+        json = str(_whole(resume))
+    path = Path(json) if json not in (None, "-") else None
+    if out:
+        if str(out) == "-" or (path and path.resolve() == out.resolve()):
+            raise ArgumentError("--out needs a file of its own", given=f"--out {out}", do="name another one")
+        out = destination(out)
     header = Run(kind=kind, argv=sys.argv[1:], started=now(), environment=device.environment(), settings=settings)
-    writer = Writer(Path(json) if json and json != "-" else None, header)
+    if resume:
+        header = records.resume(records.read(resume), header, rows)
+    kept = header.records
+    total = len(rows) - len(kept)
+    writer = Writer(path, header)
     stopped = False
-    with console.progress(total, quiet=quiet) as step, console.results_only():
-
-        def sink(record: Record) -> None:
-            writer.append(record)
-            step(f"{record.case_id} {record.backend}")
-
+    with _signals({signal.SIGTERM: signal.default_int_handler}):
         try:
-            loop(sink)
-        except KeyboardInterrupt:
-            stopped = True
+            with console.progress(total, quiet=quiet) as progress, console.results_only():
+
+                def sink(record: Record) -> None:
+                    writer.append(record)
+                    progress.step(f"{record.case_id} {record.backend}")
+
+                try:
+                    loop(sink, kept=kept, tell=progress.tell)
+                except KeyboardInterrupt:
+                    stopped = True
+            with _signals({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):  # it takes a moment
+                finished = writer.finish(interrupted=stopped, order=rows)
         except Exception:
             if writer.part:
-                console.hint(f"rows finished so far are in {writer.part}")
+                console.hint(f"rows finished so far are in {writer.part}; go on with: {_command(writer.part)}")
             raise
-    finished = writer.finish(interrupted=stopped)
     table = render(finished)
-    if out:
-        out.write_text(table, encoding="utf-8")
-    console.result(to_json(finished) if json == "-" else table)
+    try:
+        if out:
+            write(out, table)
+    finally:
+        console.result(to_json(finished) if json == "-" else table)
     if stopped:
-        console.hint(f"interrupted: {len(finished.records)} of {total} rows are kept")
+        count = sum(record.status != "interrupted" for record in finished.records)
+        then = f"go on with: {_command(path)}" if path else "--json PATH would let a later run go on with them"
+        console.hint(f"interrupted: {count} of {len(rows)} rows are kept; {then}")
     raise typer.Exit(exit_code(finished, strict=strict))
+
+
+def _command(path: Path) -> str:
+    """This command, to be resumed from `path`."""
+    arguments = iter(sys.argv[1:])
+    words = []
+    for argument in arguments:
+        if argument == "--resume":
+            next(arguments, None)
+        elif not argument.startswith("--resume="):
+            words.append(argument)
+    return shlex.join(["flashqla", *words, "--resume", str(path)])
+
+
+def _whole(path: Path) -> Path:
+    """The file that a part file belongs to."""
+    return path.with_name(path.name.removesuffix(".old").removesuffix(".jsonl"))
+
+
+@contextmanager
+def _signals(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    """Handle signals in another way for a while."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def exit_code(run: Run, *, strict: bool = False) -> int:
@@ -100,8 +151,8 @@ def exit_code(run: Run, *, strict: bool = False) -> int:
     if run.interrupted:
         return 130
     backends = {record.backend for record in run.records} if strict else set(judged(run))
-    records = [record for record in run.records if record.backend in backends]
-    if any(map(went_wrong, records)):
+    counted = [record for record in run.records if record.backend in backends]
+    if any(map(went_wrong, counted)):
         return 1
-    idle = [record for record in records if record.status != "ok"]
-    return 3 if len(idle) == len(records) or (strict and idle) else 0
+    idle = [record for record in counted if record.status != "ok"]
+    return 3 if len(idle) == len(counted) or (strict and idle) else 0

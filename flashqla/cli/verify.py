@@ -19,13 +19,17 @@ def verify(
     device: options.DeviceOption = None,
     seed: options.SeedOption = 0,
     json: options.JsonOption = None,
+    resume: options.ResumeOption = None,
+    timeout: options.TimeoutOption = options.TIMEOUT_S,
+    in_process: options.InProcessOption = False,
     quiet: options.QuietOption = False,
     no_color: options.NoColorOption = False,
 ) -> None:
     """Check every output against the token recurrence in float64.
 
     On a Hopper GPU: our kernels and the peers, suites smoke and hard. Elsewhere: PyTorch on the CPU, suites smoke and
-    cpu_hard. A peer that is off is shown as off; it fails the run only if no backend but peers was asked for.
+    cpu_hard. A peer that is off is shown as off; it fails the run only if no backend but peers was asked for. Cases
+    run in a process of their own: one that crashes or hangs costs its row, not the run.
     """
     from flashqla.cli import session
     from flashqla.tables import verify_text
@@ -36,13 +40,16 @@ def verify(
 
     from flashqla import backends, runner  # and with them torch
 
-    chosen = backends.create(backend or backends.defaults("verify", where), where, exact=True)
+    names = backend or backends.defaults("verify", where)
+    chosen = backends.create(names, where, exact=True)
+    timeout_s = None if in_process else timeout
     session.run(
         "verify-fwd",
-        partial(runner.verify, cases, chosen, where, seed=seed),
-        total=len(cases) * len(chosen),
+        partial(runner.verify, cases, chosen, where, seed=seed, timeout_s=timeout_s),
+        rows=[(case.id, name) for case in cases for name in dict.fromkeys(names)],
         settings={"suite": "+".join(suites), "device": where, "seed": seed},
         render=verify_text,
         json=json,
+        resume=resume,
         quiet=quiet,
     )

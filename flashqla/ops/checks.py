@@ -9,6 +9,7 @@ choose tiles and reject nonsense, while kernels take addresses from the device's
 import weakref
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -21,6 +22,8 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 # Dtypes of g, beta and the initial state by dtype of q.
 GATE_DTYPES = {dtype: tuple(x for x in DTYPES if x != torch.float64 or dtype == x) for dtype in DTYPES}
 OFFSET_DTYPES = (torch.int32, torch.int64)
+# What a number may be: Real covers NumPy's too, and torch.compile may trace one as a symbol.
+NUMBERS = (type(None), float, int, Real, torch.SymFloat, torch.SymInt)
 OPTIONAL = {"g", "initial_state", "cu_seqlens", "cu_seqlens_cpu"}
 
 
@@ -106,7 +109,7 @@ def problem(
     if hk < 1 or hv < hk or hv % hk:
         _refuse(f"{hv} value heads do not divide over {hk} key heads", "hv = n * hk with n >= 1", q=q, v=v)
     if cu_seqlens is not None:
-        _judge_offsets(cu_seqlens, cu_seqlens_cpu, batch)
+        _judge_offsets(cu_seqlens, cu_seqlens_cpu, batch, q.device)
     elif cu_seqlens_cpu is not None:
         raise ArgumentError("cu_seqlens_cpu without cu_seqlens", do="pass the offsets as cu_seqlens")
     rows = v.shape[:3]
@@ -180,6 +183,8 @@ def kinds(scale: Any, head_first: bool, **tensors: Any) -> None:
             raise ArgumentError(f"{name} must be a tensor", given=f"{name} = {x!r}")
     if isinstance(scale, Tensor):
         raise ArgumentError("scale must be a number", given=_describe(scale=scale), do="pass scale.item()")
+    if not isinstance(scale, NUMBERS):
+        raise ArgumentError("scale must be a number", given=f"scale = {scale!r}")
     if head_first:
         raise ArgumentError(
             "head_first=True is not supported",
@@ -203,7 +208,7 @@ class _Lengths:
         return type(None), ()
 
 
-def _judge_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, batch: int) -> None:
+def _judge_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, batch: int, device: torch.device) -> None:
     """Raise ArgumentError for offsets of the wrong shape, dtype or place; their values are not looked at."""
     if batch != 1:
         raise ArgumentError(
@@ -214,6 +219,12 @@ def _judge_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, batch: int
         )
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in OFFSET_DTYPES:
         _refuse("cu_seqlens must hold the N + 1 offsets of N >= 1 sequences", "int32 or int64", cu_seqlens=cu_seqlens)
+    if cu_seqlens.device != device and cu_seqlens.device.type != "cpu":
+        raise ArgumentError(
+            "cu_seqlens is on another device than q",
+            given=f"cu_seqlens on {cu_seqlens.device}, q on {device}",
+            supported="q's device, or the CPU",
+        )
     if cu_seqlens_cpu is not None and (
         cu_seqlens_cpu.device.type != "cpu"
         or cu_seqlens_cpu.shape != cu_seqlens.shape
@@ -229,7 +240,7 @@ def _judge_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, batch: int
 
 def _lengths(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int, read: Read) -> tuple[int, ...] | None:
     """Tokens of every sequence, or None where they are not to be had without a read that is not allowed."""
-    if read == "never":
+    if read == "never" or cu_seqlens.is_meta:
         return None
 
     if cu_seqlens.device.type == "cpu":
@@ -280,13 +291,7 @@ def _checked(offsets: list[int], tokens: int) -> tuple[int, ...]:
 def _placed(cu_seqlens: Tensor, device: torch.device) -> Tensor:
     """Offsets on `device`, contiguous."""
     if cu_seqlens.device != device:
-        if cu_seqlens.device.type != "cpu":
-            raise ArgumentError(
-                "cu_seqlens is on another GPU",
-                given=f"cu_seqlens on {cu_seqlens.device}, q on {device}",
-                supported="q's device, or the CPU",
-            )
-        if torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # The graph would read this host memory again at every replay, when it may be gone.
             raise ArgumentError("cu_seqlens is on the CPU while a graph is captured", do="pass it on q's device")
         cu_seqlens = cu_seqlens.to(device, non_blocking=True)

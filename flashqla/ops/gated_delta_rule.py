@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashqla.device import HOPPER
 from flashqla.errors import UnsupportedError
@@ -85,9 +86,10 @@ def chunk_gated_delta_rule(
     float32 (float64 for float64 tensors, whose state is float64 too). `explain` says which and why; a fallback on CUDA
     tensors warns, and is an error inside `strict`.
 
-    Gradients: of q, k, v, g, beta and initial_state, each in the dtype of its input, once (no second derivatives). They
-    come from the chunk form in PyTorch until there are backward kernels. Forward keeps its inputs alone; backward
-    computes everything again in float32, at several times the memory of the inputs, with a read of the offsets.
+    Gradients: of q, k, v, g, beta and initial_state, each in the dtype of its input, once (no second derivatives, no
+    forward mode). They come from the chunk form in PyTorch until there are backward kernels. Forward keeps its inputs
+    alone; backward computes everything again in float32, at several times the memory of the inputs, with a read of the
+    offsets.
     The kernels need about 160 bytes of scratch memory per token and value head, freed when the call returns.
 
     Raises:
@@ -197,7 +199,15 @@ def strict() -> Iterator[None]:
 
 
 def _someone_listens(*tensors: Tensor | None) -> bool:
-    """Whether the call must go through PyTorch's dispatcher."""
+    """Whether the call must go through PyTorch's dispatcher. Raises UnsupportedError for inputs with tangents, which
+    neither side of it would hand on."""
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise UnsupportedError(
+            "forward-mode derivatives of the gated delta rule are not supported",
+            do="differentiate through flashqla.reference.chunk_gated_delta_rule_reference",
+        )
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -205,7 +215,7 @@ def _someone_listens(*tensors: Tensor | None) -> bool:
     ):
         return True
     grad = torch.is_grad_enabled()
-    return any(x is not None and (type(x) is not Tensor or (grad and x.requires_grad)) for x in tensors)
+    return any(x is not None and (type(x) is not Tensor or x.is_meta or (grad and x.requires_grad)) for x in tensors)
 
 
 def _run(problem: Problem, for_backward: bool = False) -> ForwardResults:
@@ -261,6 +271,7 @@ def _plan(problem: Problem) -> Plan:
         capability=capability,
         sm_count=sm_count,
         missing=missing,
+        auto_cp=problem.auto_cp,
     )
 
 
@@ -316,7 +327,8 @@ def _capturing(q: Tensor) -> bool:
 
 def _op(*arguments: Any) -> tuple[Tensor, Tensor]:
     _, _, o, _, final_state = _run(checks.problem(*arguments))
-    return o, _or_empty(final_state, o)
+    # Autograd forbids in-place changes of results that are views, which `data` is not.
+    return o.data, _or_empty(final_state, o).data
 
 
 def _op_fake(*arguments: Any) -> tuple[Tensor, Tensor]:

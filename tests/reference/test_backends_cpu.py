@@ -7,14 +7,14 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from flashqla import accuracy, backends, inputs
-from flashqla.cases import Case
+from flashqla.cases import Case, suite
 from flashqla.device import PEERS
 from flashqla.errors import ArgumentError
 from flashqla.reference import chunk_gated_delta_rule_reference
@@ -34,6 +34,34 @@ def test_names_are_made_once_each_and_unknown_ones_refused() -> None:
     assert [backend.exact for backend in made] == [True, False, False, False, False]
     with pytest.raises(ArgumentError, match=r"unknown backend fla3\n.*given +fla3\n.*supported +flashqla, fla, "):
         backends.create(["fla3"], "cpu")
+
+
+def test_compiling_takes_few_cases() -> None:
+    """One dense and one packed case per head count serve FLA; flash-qla's slices of V come on top."""
+    cases = suite("qwen")
+    fla, flashinfer, flash_qla = (backend.representatives(cases) for backend in backends.create(list(PEERS), "cuda"))
+    heads = {(case.hk, case.hv) for case in cases}
+    assert sorted((c.hk, c.hv, c.packed) for c in fla) == sorted((*pair, packed) for pair in heads for packed in (0, 1))
+    assert {case.lengths for case in flashinfer} == {case.lengths for case in cases}
+    assert len(flashinfer) == 38
+    variants = {(c.hk, c.hv, c.packed, backends._flash_qla_slices(c)) for c in cases}
+    assert {(c.hk, c.hv, c.packed, backends._flash_qla_slices(c)) for c in flash_qla} == variants
+    assert len(flash_qla) == len(variants) < 60
+    switched = [replace(cases[0], dtype="float16"), replace(cases[0], l2norm=True), cases[0]]
+    assert set(backends.create(["fla"], "cuda")[0].representatives(switched)) == set(switched)
+    for name in ("flashqla", "torch-chunked", "torch-recurrent"):
+        assert backends.create([name], "cpu")[0].representatives(cases) == ()
+
+
+def test_ours_compiles_a_case_for_each_kind_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = backends.Flashqla("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cases = suite("qwen")
+    chosen = ours.representatives(cases)
+    assert {ours._plan(case) for case in chosen} == {ours._plan(case) for case in cases}
+    assert len(chosen) <= 4
 
 
 def test_defaults_exist() -> None:

@@ -55,6 +55,19 @@ def test_the_wall_clock_measures_the_call_alone() -> None:
     assert 2 <= fast.gpu_ms_min < 10
 
 
+def test_turns_are_told_and_not_timed() -> None:
+    told: list[str] = []
+
+    def slowly(name: str) -> None:
+        told.append(name)
+        time.sleep(0.01)
+
+    calls = {name: lambda: time.sleep(0.001) for name in "AB"}
+    readings = measure.interleaved(calls, FAST, "cpu", turn=slowly).by_name
+    assert "".join(told) == "ABBA" * 3
+    assert all(1 <= reading.timing.gpu_ms_min < 8 for reading in readings.values() if reading.timing)
+
+
 def test_a_call_that_fails_does_not_stop_the_others() -> None:
     turns = iter(range(100))
 

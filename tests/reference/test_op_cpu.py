@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.nn.functional import normalize
 
 from flashqla.errors import UnsupportedError
@@ -175,6 +176,37 @@ def test_second_derivatives_are_refused(problem):
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivatives"):
         dq.sum().backward()
+
+
+def test_forward_mode_derivatives_are_refused(problem):
+    """Not lost: that is what an op of torch.library does with them."""
+    given = problem([3]).arguments
+    with pytest.raises(UnsupportedError, match="forward-mode derivatives"):
+        torch.func.jvp(lambda v: chunk_gated_delta_rule(**given | {"v": v})[0], (given["v"],), (given["v"],))
+    with forward_ad.dual_level():
+        chunk_gated_delta_rule(**given)
+        with pytest.raises(UnsupportedError, match="forward-mode derivatives"):
+            chunk_gated_delta_rule_fwd(**given | {"v": forward_ad.make_dual(given["v"], given["v"])})
+
+
+def test_results_may_be_changed_in_place(problem):
+    gradients = []
+    for change in (torch.Tensor.mul, torch.Tensor.mul_):
+        given = problem()
+        v = given["v"].requires_grad_()
+        results = chunk_gated_delta_rule(**given.arguments, output_final_state=True)
+        gradients += torch.autograd.grad(sum(change(x, 3).sum() for x in results), v)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_meta_tensors_give_shapes(problem, device):
+    given = {name: x if x is None else x.to("meta") for name, x in problem().arguments.items()}
+    given["cu_seqlens"] = torch.zeros(5, dtype=torch.int32, device=device)
+    o, final_state = chunk_gated_delta_rule(**given, output_final_state=True)
+    assert (o.shape, final_state.shape) == ((1, 131, 2, 128), (4, 2, 128, 128))
+    assert o.device == final_state.device == torch.device("meta")
+    assert explain(**given).implementation == "torch"
 
 
 def test_what_runs_is_told_and_can_be_forbidden(problem):

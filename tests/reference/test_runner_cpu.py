@@ -1,7 +1,7 @@
 """The loops of bench and verify on a CPU: what becomes of backends that are right, wrong, broken or missing."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,11 @@ from flashqla.cases import Case, Direction, suite
 from flashqla.inputs import Inputs
 from flashqla.measure import Config
 from flashqla.records import Record
+from flashqla.worker import Watch
 
 CASE = Case(1, 2, (70, 9), tail=5, gate="strong")
 QUICK = Config(repeats=2)
+EVERY_OTHER = {CASE.lengths, *[case.lengths for case in suite("qwen")][:19:2]}
 Change = Callable[[Inputs, Outputs], object]
 
 
@@ -38,6 +40,9 @@ class Changed:
 
     def unsupported(self, case: Case, direction: Direction) -> str | None:
         return None
+
+    def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
+        return tuple(case for case in cases if case.lengths in EVERY_OTHER)
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         run = backends.Flashqla("cpu").prepare(inputs, direction)
@@ -252,7 +257,7 @@ def test_compiling_ahead_takes_a_job_per_peer_and_head_count(monkeypatch: pytest
     elsewhere: list[tuple[str, tuple[int, int], int]] = []
 
     class Pool:
-        def __init__(self, workers: int, context: object) -> None:
+        def __init__(self, workers: int, context: object, **options: object) -> None:
             assert 1 <= workers <= runner.MAX_COMPILERS
 
         def __enter__(self) -> "Pool":
@@ -277,13 +282,27 @@ def test_compiling_ahead_takes_a_job_per_peer_and_head_count(monkeypatch: pytest
         Changed(nothing, "torch-chunked"),
     ]
     cases = suite("qwen")
-    runner.warm_up(cases, fakes, "cuda")  # type: ignore[arg-type]
+    told: list[str] = []
+    runner.warm_up(cases, fakes, "cuda", watch=Watch(lambda text, compiling: told.append(text)))  # type: ignore[arg-type]
     assert {name for name, _, _ in elsewhere} == {"fla"}
     assert sorted(heads for _, heads, _ in elsewhere) == sorted({(case.hk, case.hv) for case in cases})
-    assert sum(count for _, _, count in elsewhere) == len(cases) == 171
+    assert all(count == 10 for *_, count in elsewhere)  # of 19: every other one, as the backend chose
     assert list(here) == ["flashinfer"]
-    assert {case.layout for case in here["flashinfer"]} == {case.layout for case in cases}
-    assert {case.hv for case in here["flashinfer"]} == {8, 64}
+    assert len(here["flashinfer"]) == 90
+    assert [text for text in told if text.startswith("loading")] == [f"loading {fake.name}" for fake in fakes]
+    assert "compiling flashinfer, 10 jobs left, 0 s" in told
+    assert told[-1].endswith("0 jobs left, 0 s")
+    assert sum(text.startswith("compiled fla for hk") for text in told) == 9
+
+
+def test_one_thing_to_compile_waits_for_its_row_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    here: list[str] = []
+    monkeypatch.setattr(runner, "_compile", lambda name, cases, device, seed: here.append(name))
+    fakes = [Changed(nothing, "flashinfer", compiles="once")]
+    runner.warm_up([CASE], fakes, "cuda")  # type: ignore[arg-type]
+    assert here == []
+    runner.warm_up([CASE], fakes, "cuda", always=True)  # type: ignore[arg-type]
+    assert here == ["flashinfer"]
 
 
 def test_verify_leaves_the_number_of_threads_alone() -> None:

@@ -81,6 +81,8 @@ BATCH_OF_TWO = {name: x.expand(2, *x.shape[1:]) for name, x in arguments().items
         pytest.param({"beta": None}, ["beta must be a tensor"], id="no beta"),
         pytest.param({"q": [1.0]}, ["q must be a tensor"], id="a list"),
         pytest.param({"scale": torch.ones(())}, ["scale must be a number", "scale.item()"], id="scale"),
+        pytest.param({"scale": "1"}, ["scale must be a number", "scale = '1'"], id="scale in words"),
+        pytest.param({"scale": 1j}, ["scale must be a number"], id="complex scale"),
         pytest.param({"head_first": True}, ["head_first=True", "transpose(1, 2)"], id="head_first"),
         pytest.param(BATCH_OF_TWO | {"cu_seqlens": offsets(0, 9)}, ["batch 2, 1 sequences"], id="batch and offsets"),
         pytest.param({"cu_seqlens": offsets(1, 64)}, ["start at 0", "cu_seqlens[0] = 1"], id="offsets 1,64"),
@@ -92,6 +94,11 @@ BATCH_OF_TWO = {name: x.expand(2, *x.shape[1:]) for name, x in arguments().items
         pytest.param({"cu_seqlens": offsets(0, 66)}, ["ends at 66, past the 65 tokens", "T = 65"], id="offsets 0,T+1"),
         pytest.param({"cu_seqlens": offsets(0)}, ["N + 1 offsets"], id="no sequence"),
         pytest.param({"cu_seqlens": torch.zeros(2)}, ["N + 1 offsets", "float32"], id="floating offsets"),
+        pytest.param(
+            {"cu_seqlens": offsets(0, 65).to("meta")},
+            ["on another device than q", "cu_seqlens on meta, q on cpu"],
+            id="device of offsets",
+        ),
         pytest.param({"cu_seqlens_cpu": offsets(0, 65)}, ["without cu_seqlens"], id="a hint alone"),
         pytest.param(
             {"cu_seqlens": offsets(0, 65), "cu_seqlens_cpu": offsets(0, 64)},

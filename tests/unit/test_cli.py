@@ -1,7 +1,9 @@
 """The command line, with the layers below replaced: options, streams, exit codes, files."""
 
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +16,30 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import flashqla
-from flashqla import device
+from flashqla import device, records
 from flashqla.cases import Case, suite
 from flashqla.cli import console, session
 from flashqla.cli.app import app
 from flashqla.errors import ArgumentError, FlashqlaError, UnsupportedError
-from flashqla.records import Record, Run, read
+from flashqla.records import Record, Run, read, to_json
 from flashqla.tables import bench_text, verify_text
 
 Make = Callable[..., Record]
-COMMANDS = [[], ["verify"], ["bench"], ["bench", "fwd"], ["doctor"], ["explain"], ["cases"]]
+COMMANDS = [
+    [],
+    ["verify"],
+    ["bench"],
+    ["bench", "fwd"],
+    ["doctor"],
+    ["explain"],
+    ["cases"],
+    ["compare"],
+    ["calibrate"],
+    ["show"],
+    ["report"],
+    ["schema"],
+    ["warmup"],
+]
 
 
 def invoke(*arguments: str) -> Result:
@@ -123,7 +139,11 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         (["bench", "fwd", "--heads", "2"], 2, "error: --heads takes two numbers"),
         (["cases", "--suite", "no"], 2, "error: unknown suite"),
         (["cases", "-k", "no such case"], 4, "error: no case is left"),
+        (["cases", "--heads", "²,8"], 2, "error: --heads takes two numbers"),
         (["explain", "--lengths", "a"], 2, "error: --lengths takes numbers"),
+        (["explain", "--lengths", "²"], 2, "error: --lengths takes numbers"),
+        (["explain", "--lengths", "9" * 20], 2, "error: --lengths takes numbers"),
+        (["explain", "--lengths", "9" * 9, "--heads", f"2,{8 * 10**8}"], 2, "error: no tensor is that large"),
         (["explain", "--heads", "3,4"], 2, "error: head counts do not fit"),
     ],
 )
@@ -311,6 +331,162 @@ def test_ctrl_c_keeps_finished_rows_and_exits_130(layers: Layers, tmp_path: Path
     assert "hint: interrupted: 3 of 12 rows are kept" in result.stderr
 
 
+def argv(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[str, ...]:
+    """Arguments, also as a process of its own would find them."""
+    monkeypatch.setattr(sys, "argv", ["flashqla", *arguments])
+    return arguments
+
+
+def test_a_run_goes_on_where_it_was_interrupted(
+    layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: Make
+) -> None:
+    def stop(count: int) -> None:
+        if count == 5:
+            raise KeyboardInterrupt
+
+    layers.before = stop
+    good = layers.answer
+    layers.answer = lambda case, backend: absent(case, backend, "oom") if "zero" in case.id else good(case, backend)
+    path = tmp_path / "a run.json"
+    command = argv(monkeypatch, "verify", "--suite", "smoke", "--json", str(path))
+    result = invoke(*command)
+    assert f"go on with: flashqla verify --suite smoke --json '{path}' --resume '{path}'\n" in result.stderr
+    first = read(path)
+
+    layers.before = lambda count: None
+    result = invoke(*argv(monkeypatch, *command, "--resume", str(path)))
+    assert layers.asked["kept"] == [
+        record.model_copy(update={"session": first.started}) for record in first.records if record.status == "ok"
+    ]
+    assert result.exit_code == 1
+    assert read(path).sessions == [first.started]
+
+    result = invoke("verify", "--suite", "smoke", "--resume", str(path), "--seed", "1")
+    assert result.exit_code == 2
+    assert "error: these runs do not go together\n  given      seed: 0 there, 1 here\n" in result.stderr
+    assert f"it was started by: flashqla verify --suite smoke --json '{path}' --resume '{path}'" in result.stderr
+
+
+def test_a_part_file_is_resumed_into_the_file_it_belongs_to(
+    layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(count: int) -> None:
+        if count == 3:
+            raise ZeroDivisionError
+
+    layers.before = crash
+    path, part = tmp_path / "run.json", tmp_path / "run.json.jsonl"
+    result = invoke(*argv(monkeypatch, "verify", "--suite", "smoke", "--json", str(path)))
+    assert f"go on with: flashqla verify --suite smoke --json {path} --resume {part}" in result.stderr
+    del result
+    gc.collect()  # a process that has ended locks nothing
+    layers.before = lambda count: None
+    layers.loop = lambda cases, backends, where, sink, *, kept, **options: [
+        sink(layers.answer(case, backend))
+        for case in cases
+        for backend in reversed(backends)  # out of order
+        if (case.id, backend) not in {(record.case_id, record.backend) for record in kept}
+    ]
+    monkeypatch.setattr(sys.modules["flashqla.runner"], "verify", layers.loop)
+    assert invoke("verify", "--suite", "smoke", "--resume", str(part)).exit_code == 0
+    assert [(r.case_id, r.backend) for r in read(path).records] == [
+        (case.id, backend) for case in suite("smoke") for backend in ("flashqla", "fla")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "timeout_s"), [([], 600.0), (["--timeout", "7.5"], 7.5), (["--in-process"], None)]
+)
+def test_cases_run_in_a_worker_unless_told_otherwise(
+    layers: Layers, arguments: list[str], timeout_s: float | None
+) -> None:
+    for command in (["verify"], ["bench", "fwd"]):
+        invoke(*command, "--suite", "smoke", *arguments)
+        assert layers.asked["timeout_s"] == timeout_s
+
+
+def test_warmup_without_a_gpu_says_what_works(layers: Layers) -> None:
+    result = invoke("warmup")
+    assert result.exit_code == 3
+    assert "do         flashqla warmup --target sm_90a compiles for one" in result.stderr
+
+
+@pytest.mark.parametrize("target", [True, False])
+def test_warmup_compiles_and_says_where(layers: Layers, monkeypatch: pytest.MonkeyPatch, target: bool) -> None:
+    compiled: list[tuple[str, ...]] = []
+    warmed: list[Any] = []
+    kernels = ModuleType("flashqla.ops.kernels")
+    kernels.launch = SimpleNamespace(compile_all=compiled.append)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashqla.ops.kernels", kernels)
+    monkeypatch.setattr(device, "nvcc", lambda: (Path("nvcc"), "13.0"))
+    peers = {name: SimpleNamespace(name=name, missing=lambda: "not installed") for name in device.PEERS}
+    sys.modules["flashqla.backends"].create = lambda names, where: [peers[name] for name in names]  # type: ignore[attr-defined]
+    sys.modules["flashqla.runner"].warm_up = lambda *given, **options: warmed.append((*given, options))  # type: ignore[attr-defined]
+    if not target:
+        monkeypatch.setattr(device, "gpu", lambda: device.Gpu("NVIDIA H200", (9, 0), 132, 2**37, "feed", "580.1"))
+    monkeypatch.setenv("TILELANG_CACHE_DIR", "/some/where")
+    arguments = ["--dtype", "float16", "--dtype", "bfloat16", "--heads", "2,8"]
+    result = invoke("warmup", *arguments, *["--target", "sm_90a"] * target)
+    assert result.exit_code == 0, result.stderr
+    assert compiled == [("float16",), ("bfloat16",)]
+    assert "TILELANG_CACHE_DIR  /some/where\n" in result.stdout
+    assert "compiling our kernels for float16, 2 dtypes left\n" in result.stderr
+    if target:
+        assert not warmed
+    else:
+        ((cases, backends, where, options),) = warmed
+        assert {(case.hk, case.hv, case.dtype) for case in cases} == {(2, 8, "float16"), (2, 8, "bfloat16")}
+        assert (backends, where, options["always"]) == (list(peers.values()), "cuda", True)
+        assert "fla is left out: not installed\n" in result.stderr
+
+
+def test_rows_that_were_interrupted_do_not_count_as_kept(layers: Layers, absent: Make) -> None:
+    layers.answer = lambda case, backend: absent(case, backend, "interrupted" if backend == "fla" else "ok")
+
+    def stop(count: int) -> None:
+        if count == 4:
+            raise KeyboardInterrupt
+
+    layers.before = stop
+    assert "hint: interrupted: 2 of 12 rows are kept" in invoke("verify", "--suite", "smoke").stderr
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(layers: Layers) -> None:
+    def of_others(number: int, frame: object) -> None:
+        pytest.fail("the handler of before was called")
+
+    before = signal.signal(signal.SIGTERM, of_others)
+    layers.before = lambda count: signal.raise_signal(signal.SIGTERM) if count == 3 else None
+    result = invoke("verify", "--suite", "smoke")
+    after = signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 130
+    assert "hint: interrupted: 3 of 12 rows are kept" in result.stderr
+    assert after is of_others
+
+
+def test_ctrl_c_does_not_keep_the_file_from_being_written(
+    layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def impatient(run: Run) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return to_json(run)
+
+    monkeypatch.setattr(records, "to_json", impatient)
+    path = tmp_path / "run.json"
+    assert invoke("verify", "--suite", "smoke", "--json", str(path)).exit_code == 0
+    assert len(read(path).records) == 12
+
+
+def test_the_table_is_printed_though_its_file_cannot_be_written(layers: Layers, timed: Make, tmp_path: Path) -> None:
+    layers.answer = lambda case, backend: timed(case, backend, 1.0)
+    out = tmp_path / "run.txt"
+    layers.before = lambda count: out.mkdir(exist_ok=True)
+    result = invoke("bench", "fwd", "--out", str(out))
+    assert result.exit_code == 2
+    assert result.stdout.startswith("flashqla bench fwd\n")
+    assert f"given      {out}: Is a directory" in result.stderr
+
+
 def test_a_crash_keeps_finished_rows_and_the_older_file(layers: Layers, tmp_path: Path) -> None:
     def crash(count: int) -> None:
         if count == 3:
@@ -330,8 +506,12 @@ def test_a_crash_keeps_finished_rows_and_the_older_file(layers: Layers, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--json", "/no/such/folder/run.json"], 2, "error: the result file cannot be written"),
-        (["--out", "/no/such/folder/run.txt"], 2, "error: the table cannot be written"),
+        (["--json", "/no/such/folder/run.json"], 2, "error: a file cannot be written"),
+        (["--json", ""], 2, "it is a folder"),
+        (["--out", "/no/such/folder/run.txt"], 2, "error: a file cannot be written"),
+        (["--out", "-"], 2, "error: --out needs a file of its own"),
+        (["--out", "/no/such/run", "--json", "/no/./such/run"], 2, "error: --out needs a file of its own"),
+        (["--seed", str(2**32)], 2, "--seed"),
         (["--backend", "nonsense"], 2, "error: unknown backend"),
         (["--strict"], 3, "error: no Hopper GPU here"),
         (["--lens", "3x3"], 4, "error: no case is left"),
@@ -387,7 +567,40 @@ def test_no_color_option_tells_every_library(layers: Layers, monkeypatch: pytest
 
 
 def test_progress_is_off_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.progress(2, quiet=False) as step:
-        step("one")
-        step("two")
+    with console.progress(2, quiet=False) as progress:
+        progress.tell("compiling", True)
+        progress.step("one")
+        progress.step("two")
     assert capsys.readouterr() == ("", "")
+
+
+def test_progress_on_a_terminal_says_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    bar = SimpleNamespace(add_task=lambda *_, **__: 0, update=lambda task, **fields: said.append(fields))
+    times = iter([0.0, 10.0, 12.0, 12.0, 14.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(console.Pace.__init__, "__defaults__", (console.time.monotonic,))
+    progress = console.Bar(bar, 3)  # type: ignore[arg-type]
+    progress.tell("compiling fla", True)
+    progress.tell("", False)  # at 0
+    progress.step("one")  # at 10
+    progress.tell("two", True)  # at 12
+    assert said == [
+        {"description": "compiling fla"},
+        {"advance": 1, "description": "one", "left": "0:00:20 left"},
+        {"description": "two"},
+    ]
+
+
+def test_time_left_leaves_compiling_out() -> None:
+    now = 0.0
+    pace = console.Pace(4, lambda: now)
+    assert pace.left() == ""
+    for compiling, seconds in ((True, 1000.0), (False, 3.0), (True, 500.0), (False, 5.0)):
+        pace.turn(compiling)
+        now += seconds
+    pace.step()
+    assert pace.left() == "0:00:24 left"  # three rows of 8 s
+    now += 4
+    pace.step()
+    assert pace.left() == "0:00:12 left"  # two of 6 s

@@ -66,6 +66,27 @@ def test_explain_says_what_runs_and_why(tmp_path: Path, strict: bool, code: int)
     assert ("error: no kernel serves this problem" in done.stderr) == strict
 
 
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path, lines: int) -> None:
+    command = [sys.executable, "-m", "flashqla", "cases", "--suite", "qwen", "--json"]  # more than a pipe holds
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for _ in range(lines):
+            assert process.stdout.readline() == "[\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+def test_a_result_that_cannot_be_printed_is_a_known_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flashqla", "cases"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: stdout cannot be written\n  given      No space left on device\n"
+
+
 def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
     command = [
         sys.executable,

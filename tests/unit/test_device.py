@@ -148,11 +148,19 @@ def test_fingerprint_follows_names_and_contents(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(device, "__file__", str(tmp_path / "device.py"))
     (kernels / "b.py").write_text("two")
     (kernels / "a.py").write_text("one")
+    (kernels / "a.cuh").write_text("tile")
     (kernels / "notes.txt").write_text("not a source")
     first = device.kernel_fingerprint()
-    assert first == hashlib.sha256(b"a.py\0one\0b.py\0two\0").hexdigest()[:16]
-    (kernels / "b.py").write_text("two!")
-    assert device.kernel_fingerprint() != first
+    assert first == hashlib.sha256(b"a.cuh\0tile\0a.py\0one\0b.py\0two\0").hexdigest()[:16]
+    for name in ("b.py", "a.cuh"):
+        (kernels / name).write_text("changed")
+        before, first = first, device.kernel_fingerprint()
+        assert first != before
+
+
+def test_fingerprint_leaves_no_kernel_source_out() -> None:
+    kernels = Path(device.__file__).parent / "ops" / "kernels"
+    assert {path.suffix for path in kernels.iterdir() if path.is_file()} <= device.KERNEL_SOURCES
 
 
 def test_nvcc_is_looked_for_where_tilelang_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,22 @@ ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).parent / "flashqla"
 
 # Modules that must load without torch: they list cases, plan, and read and show results, at once and on any laptop.
-TORCH_FREE = ["cases", "cli.app", "device", "errors", "ops.plan", "records", "tables"]
+TORCH_FREE = [
+    "cases",
+    "cli.app",
+    "cli.compare",
+    "cli.report",
+    "compare",
+    "device",
+    "errors",
+    "ops.plan",
+    "plots",
+    "records",
+    "report",
+    "roofline",
+    "tables",
+    "verdicts",
+]
 
 
 def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -34,10 +49,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "flashqla").rglob("*.py")}
+    files = (path for path in (ROOT / "flashqla").rglob("*.*") if path.suffix in {".py", ".cuh", ".html"})
+    sources = {path.relative_to(ROOT).as_posix() for path in files}
     packages = {path.rpartition("/")[0] for path in sources}
     assert {"flashqla/cli", "flashqla/ops", "flashqla/ops/kernels", "flashqla/reference"} < packages
     assert {f"{package}/__init__.py" for package in packages} <= sources
+    assert "flashqla/ops/kernels/tiles.cuh" in sources
 
     packed = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in packed if ".dist-info/" not in name} == sources | {"flashqla/py.typed"}

@@ -28,19 +28,65 @@ def test_pytorch_serves_what_the_kernels_cannot(facts, reason):
     ("hk", "hv", "seqlens", "v_tile", "heads_per_inverse"),
     [
         pytest.param(2, 8, (32768,), 64, 4, id="8 CTAs leave SMs idle"),
-        pytest.param(2, 8, (2048,), 64, 1, id="too few chunks to share K K^T"),
+        pytest.param(2, 8, (2048,), 64, 2, id="too few chunks to share K K^T by four"),
         pytest.param(16, 64, (16384, 16384), 128, 4, id="128 CTAs fill the SMs once"),
         pytest.param(16, 48, (8192,) * 4, 64, 3, id="192 whole heads take two waves, 384 halves three"),
         pytest.param(16, 64, (28672, 4096), 64, 4, id="one long sequence decides"),
         pytest.param(16, 16, (32768,), 64, 1, id="groups of one head"),
-        pytest.param(2, 8, (0, 0), 128, 1, id="nothing to do"),
+        pytest.param(2, 8, (0, 0), 128, 2, id="nothing to do"),
     ],
 )
-def test_tiles(hk, hv, seqlens, v_tile, heads_per_inverse):
-    chosen = plan.make(hk=hk, hv=hv, seqlens=seqlens)
+def test_tiles_of_whole_sequences(hk, hv, seqlens, v_tile, heads_per_inverse):
+    chosen = plan.make(hk=hk, hv=hv, seqlens=seqlens, auto_cp=False)
+    assert (chosen.segment_chunks, chosen.kernels) == (0, plan.KERNELS)
+    assert "auto_cp is off" in chosen.why
     assert chosen.implementation == "tilelang"
     assert (chosen.v_tile, chosen.heads_per_inverse) == (v_tile, heads_per_inverse)
     assert f"v_tile={v_tile}" in chosen.why
+
+
+@pytest.mark.parametrize(
+    ("hv", "seqlens", "splits"),
+    [
+        pytest.param(8, (32768,), True, id="few heads, one long sequence"),
+        pytest.param(8, (2048,), True, id="few heads, short"),
+        pytest.param(8, (512,), False, id="too short"),
+        pytest.param(8, (4096,) * 8, False, id="eight sequences fill the SMs"),
+        pytest.param(8, (32768, 1, 63, 4096), True, id="one long sequence among short ones"),
+        pytest.param(64, (32768,), False, id="64 heads fill the SMs in halves"),
+        pytest.param(8, (0, 0), False, id="nothing to do"),
+    ],
+)
+def test_splits(hv, seqlens, splits):
+    chosen = plan.make(hk=2, hv=hv, seqlens=seqlens)
+    assert chosen.kernels == (plan.SPLIT_KERNELS if splits else plan.KERNELS)
+    assert bool(chosen.segment_chunks) == splits
+    if splits:
+        assert plan.SHORTEST_SEGMENT <= chosen.segment_chunks < max(seqlens) / plan.CHUNK
+        assert f"segments of {chosen.segment_chunks} chunks" in chosen.why
+
+
+def test_a_split_promises_a_gain_even_if_no_head_forgets():
+    for hv in (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64):
+        for tokens in (300, 1000, 2048, 5000, 8192, 20000, 65536, 131072):
+            whole = plan.make(hk=1, hv=hv, seqlens=(tokens,), auto_cp=False)
+            split = plan.make(hk=1, hv=hv, seqlens=(tokens,))
+            if not split.segment_chunks:
+                assert split.v_tile == whole.v_tile
+                continue
+            chunks = [-(-tokens // plan.CHUNK)]
+            segments = plan._segments(chunks, split.segment_chunks)
+            assert sum(segments) == chunks[0]
+            assert max(segments) == split.segment_chunks
+            _, whole_us, _ = plan._choose_v_tile(chunks, hv, 132)
+            _, forward_us, _ = plan._choose_v_tile(segments, hv, 132)
+            summary = plan._critical_chunks(segments[:-1], 4 * hv, 264) * plan.SUMMARY_CHUNK_US
+            assert forward_us + summary + plan.SPLIT_US < whole_us
+
+
+@pytest.mark.parametrize(("chunks", "size", "segments"), [([5, 0, 4], 2, [2, 2, 1, 0, 2, 2]), ([3], 8, [3])])
+def test_segments(chunks, size, segments):
+    assert plan._segments(chunks, size) == segments
 
 
 def test_unknown_lengths_are_taken_as_equal():

@@ -1,8 +1,13 @@
 """Records: what is written is what is read, whatever ends a run."""
 
+import errno
 import json
 import math
+import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -19,6 +24,7 @@ from flashqla.records import (
     json_schema,
     judged,
     read,
+    resume,
     to_json,
     went_wrong,
 )
@@ -96,9 +102,137 @@ def test_a_killed_run_leaves_readable_rows(
     assert run.records == rows
     assert run.interrupted
 
-    Writer(path, make_run())  # a later run keeps them
+    del writer
+    later = Writer(path, make_run())  # keeps them
     assert read(part).records == []
-    assert (tmp_path / "run.json.jsonl.old").read_text().startswith('{"schema_version": 1')
+    assert read(part).interrupted
+    assert read(tmp_path / "run.json.jsonl.old") == run
+    later.finish()
+
+
+def test_a_resumed_run_begins_with_what_is_settled(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record], absent: Callable[..., Record]
+) -> None:
+    rows = [timed(CASE, "flashqla", 0.5), absent(CASE, "fla"), absent(CASE, "flashinfer", "timeout")]
+    wanted = [(CASE.id, name) for name in ("flashqla", "fla", "flashinfer", "flash-qla")]
+    first = make_run(*rows)
+    second = make_run(started=datetime(2026, 2, 1, tzinfo=UTC))
+    begun = resume(first, second, wanted)
+    assert begun.records == [row.model_copy(update={"session": first.started}) for row in rows[:2]]
+    assert (begun.started, begun.sessions) == (second.started, [first.started])
+
+    path = tmp_path / "run.json"
+    writer = Writer(path, begun)
+    writer.append(timed(CASE, "flash-qla", 0.8))
+    assert read(tmp_path / "run.json.jsonl").records[:2] == begun.records
+    writer.append(timed(CASE, "flashinfer", 0.7))
+    done = writer.finish(order=wanted)
+    assert [record.backend for record in done.records] == [name for _, name in wanted]
+    assert read(path) == done
+
+    third = make_run(started=datetime(2026, 3, 1, tzinfo=UTC))
+    again = resume(done, third, wanted)
+    assert again.sessions == [first.started, second.started]
+    assert [record.session for record in again.records] == [first.started] * 2 + [second.started] * 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "kind", "given"),
+    [
+        (
+            {"kernel_fingerprint": "f" * 16},
+            {},
+            "bench-fwd",
+            f"kernel_fingerprint: {'f' * 16} there, 0123456789abcdef here",
+        ),
+        ({"gpu_uuid_hash": "beef"}, {}, "bench-fwd", "gpu_uuid_hash: beef there, feed here"),
+        ({"git_revision": "def456"}, {}, "bench-fwd", "git_revision: def456 there, abc123 here"),
+        (
+            {"torch": None, "cuda": "12.8"},
+            {},
+            "bench-fwd",
+            "torch: None there, 2.13.0 here; cuda: 12.8 there, 13.0 here",
+        ),
+        ({}, {"seed": 1}, "bench-fwd", "seed: 1 there, 0 here"),
+        ({}, {}, "verify-fwd", "kind: verify-fwd there, bench-fwd here"),
+    ],
+)
+def test_a_run_is_not_resumed_under_other_conditions(
+    make_run: Callable[..., Run], environment: dict[str, str], settings: dict[str, int], kind: str, given: str
+) -> None:
+    here = make_run()
+    there = make_run(
+        kind=kind,
+        environment=replace(here.environment, **environment),
+        settings={**here.settings, **settings},
+        argv=["bench", "fwd", "-k", "a b"],
+    )
+    with pytest.raises(RecordError) as caught:
+        resume(there, here, [])
+    assert caught.value.given == given
+    assert caught.value.do == "it was started by: flashqla bench fwd -k 'a b'"
+
+
+def test_a_run_is_not_resumed_without_some_of_its_rows(
+    make_run: Callable[..., Run], timed: Callable[..., Record]
+) -> None:
+    run = make_run(timed(CASE, "flashqla", 0.5), timed(CASE, "fla", 0.5))
+    with pytest.raises(RecordError, match=re.escape(f"rows not asked for here: {CASE.id} fla, in all 1")):
+        resume(run, make_run(), [(CASE.id, "flashqla")])
+
+
+def test_changes_since_the_commit_are_no_other_revision(make_run: Callable[..., Run]) -> None:
+    here = make_run()
+    assert resume(make_run(environment=replace(here.environment, git_revision="abc123+")), here, []).sessions
+
+
+def test_two_runs_do_not_write_one_file(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record]
+) -> None:
+    path = tmp_path / "run.json"
+    first = Writer(path, make_run())
+    with pytest.raises(RecordError, match="another run is writing it"):
+        Writer(path, make_run())
+    first.append(timed(CASE, "flashqla", 0.5))
+    assert len(read(tmp_path / "run.json.jsonl").records) == 1
+    first.finish()
+    assert list(tmp_path.iterdir()) == [path]
+    Writer(path, make_run()).finish()
+
+
+def test_a_link_stays_a_link(tmp_path: Path, make_run: Callable[..., Run]) -> None:
+    link, path = tmp_path / "latest.json", tmp_path / "run.json"
+    link.symlink_to(path)
+    Writer(link, make_run()).finish()
+    assert link.is_symlink()
+    assert read(path).records == []
+
+
+def test_a_pipe_is_left_alone(tmp_path: Path, make_run: Callable[..., Run]) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(RecordError, match="it is a device or a pipe"):
+        Writer(path, make_run())
+    assert path.is_fifo()
+
+
+def test_a_full_disk_is_a_record_error(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RecordError, match="No space left on device"):
+        Writer(tmp_path / "run.json", make_run())
+
+    def fill(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = Writer(tmp_path / "other.json", make_run())
+    writer.append(timed(CASE, "flashqla", 0.5))
+    monkeypatch.setattr(os, "replace", fill)
+    with pytest.raises(RecordError, match="No space left on device"):
+        writer.finish()
+    assert len(read(tmp_path / "other.json.jsonl").records) == 1
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_writer_without_a_path_keeps_records(make_run: Callable[..., Run], timed: Callable[..., Record]) -> None:
@@ -123,6 +257,8 @@ def test_an_unwritable_path_fails_before_anything_is_measured(
     [
         ("{", "not a result file"),
         ("[1]", "not a result file"),
+        ("", "not a result file"),
+        ('{"schema_version": 1, "settings": null, "records": []}', "not a result file"),
         ("{}", "not a result file"),
         ('{"schema_version": 2}', "schema version 2 is not supported"),
         ('{"schema_version": 1, "kind": "bench-fwd"}', "argv: Field required"),
@@ -134,6 +270,17 @@ def test_files_of_another_kind_are_refused_clearly(tmp_path: Path, content: str,
     with pytest.raises(RecordError, match=message) as caught:
         read(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.jsonl", "run"])
+def test_content_says_what_a_file_is(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record], name: str
+) -> None:
+    run = make_run(timed(CASE, "flashqla", 0.5))
+    path = tmp_path / name
+    for text in (to_json(run), json.dumps(json.loads(to_json(run)))):
+        path.write_text(text)
+        assert read(path) == run
 
 
 def test_a_missing_file_is_a_record_error(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tables: the exact text, so that a change of a published table is seen."""
 
 from collections.abc import Callable
+from csv import reader as csv_reader
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from flashqla.cases import Case
 from flashqla.records import Record, Run, TensorErrors, read, to_json
-from flashqla.tables import bench_text, verify_text
+from flashqla.tables import bench_text, csv, markdown, page, verify_text
 
 A = Case(2, 8, (32768,), batch=True, model="397B/122B TP8")
 B = Case(2, 8, (28672, 4096), model="397B/122B TP8")
@@ -151,6 +152,27 @@ def test_on_the_cpu_there_is_one_time_per_call(make_run: Callable[..., Run], tim
     text = bench_text(make_run(wall))
     assert "wall clock" in text
     assert "call ms" not in text
+
+
+def test_markdown_has_the_same_cells(bench_run: Run) -> None:
+    text = markdown(page(bench_run))
+    assert "\n### 397B/122B TP8  h_k=2 h_v=8\n\n| layout | ms flashqla | ms fla | ms flashinfer |" in text
+    assert "\n| 28672+4096 | 0.2500\\* | 2.0000 | n/a\\[1\\] | 0.5000 | 8.00x | - |\n" in text
+    assert "\n- \\[3\\] flashinfer: oom, 20 GB asked, hint: pip install flashinfer\n" in text
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 3
+    for head, rule, *rows in tables:
+        assert set(rule) <= set("|:- ")
+        assert len({line.count("|") for line in (head, rule, *rows)}) == 1
+
+
+def test_csv_has_every_record_and_names_every_column_once(bench_run: Run) -> None:
+    head, *rows = csv_reader(csv(bench_run).splitlines())
+    assert len(rows) == len(bench_run.records)
+    assert len(set(head)) == len(head)
+    first = dict(zip(head, rows[0], strict=True))
+    assert (first["backend"], first["timing.gpu_ms"], first["case.lengths"]) == ("fla", "1.0", "32768")
+    assert first["clocks.sm_mhz"] == "1755"
 
 
 @pytest.mark.parametrize("render", [bench_text, verify_text])

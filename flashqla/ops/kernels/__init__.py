@@ -1,0 +1,8 @@
+"""TileLang kernels, one file each, and `launch`, which runs them. Nothing outside this folder knows TileLang.
+
+Kernels trust their caller: `ops.checks` has judged the arguments, `ops.plan` has chosen the tiles. Lengths of sequences
+come from cu_seqlens on the device alone.
+
+Forward            inverse -> forward
+  split sequences  inverse -> summary -> scan -> forward
+"""

@@ -1,183 +1,326 @@
-"""WIP"""
+"""The recurrence over the chunks of a sequence, with the outputs: one pass, the state in registers from first chunk to last.
+
+    W  = beta V - (beta decay K) S       U = A W             P = scale * lower(Q K^T) * R
+    O  = scale decay Q S + P U           S <- decay_C S + (decay_C / decay K)^T U
+
+Shapes  q, k [T, hk, 128], v, o [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records [slots, hv, 7, 64] fp32 of the inverse kernel;
+        initial_state [N, hv, K, V] fp32, bf16 or fp16, final_state the same in fp32, any strides; on demand h [chunks, hv, K, V],
+        the state that enters each chunk; of a split sequence states [segments, hv, V, K] fp32, at the end of each segment
+Grid    a CTA per segment (of segment_chunks chunks; 0: a whole sequence), value head and v_tile columns of V
+Cost    per chunk and value head 9 products of 64x64x128 (P once per CTA) and 48 KB of HBM
+Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
+
+Everything is transposed: a state warpgroup keeps S^T [64 columns of V, 128] in fp32 registers and feeds it, W^T and U^T to wgmma as the
+operand from registers; only K, Q, A and P pass through shared memory.
+
+    STATE  one or two warpgroups, 64 columns of V each           LOAD   one warp: TMA in, zeros past the end of a sequence
+    SCORE  one warpgroup: P                                      STORE  one warp: o out
+
+A barrier is named for what it says is ready or free: qk (q, k and record), va (v and A), p, o.
+"""
+
+from types import SimpleNamespace
+
 import tilelang
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
-from flashqla.ops.kernels.common import *
 
-QK_STAGES = 3
-import os
-SKEW = int(os.environ.get("FQ_SKEW", "0"))
-PAIR = 2
+from flashqla.ops.kernels.common import (
+    BETA,
+    BETA_DECAY,
+    CHUNK,
+    CHUNK_DECAY,
+    COL_LOG,
+    HEAD_DIM,
+    HOPPER,
+    KEY_DECAY,
+    MANUAL_ROLES,
+    OUT_SCALE,
+    RECORD,
+    ROW_LOG,
+    TILE,
+    WARP,
+    WARP_GROUP,
+    cuda,
+)
+
+QK_STAGES = 3  # with two, loads are late; four do not fit
+STAGES = 2  # of all other rings
+# Registers a thread of STATE, SCORE and the rest, by number of state warpgroups. In all 65536: two state warpgroups leave little to the others.
+REGISTERS = {1: (232, 152, 40), 2: (192, 88, 40)}
+
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
 def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
-    groups = v_tile // 64
+    """The kernel for q, k and v in `dtype` and initial states in `state_dtype`; v_tile is 64 or 128."""
+    groups = v_tile // TILE
+    slices = HEAD_DIM // v_tile
+    state_registers, score_registers, service_registers = REGISTERS[groups]
     STATE_END = groups * WARP_GROUP
     SCORE_END = STATE_END + WARP_GROUP
-    LOAD_END = SCORE_END + 32
-    STORE_END = LOAD_END + 32
-    THREADS = SCORE_END + WARP_GROUP
-    STATE_REGS, SCORE_REGS = (192, 88) if groups == 2 else (232, 152)
-    STATE_WARPS = 4 * groups
-    V_STAGES = 2
-    slices = HEAD_DIM // v_tile
+    LOAD_END = SCORE_END + WARP
+    STORE_END = LOAD_END + WARP
+    THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
+    STATE_WARPS, SCORE_WARPS = STATE_END // WARP, WARP_GROUP // WARP
 
-    tokens, slots, hk, hv, sequences, offsets = (T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "offsets"))
+    tokens, slots, hk, hv, sequences, segments, offsets, h_chunks = (
+        T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "segments", "offsets", "h_chunks")
+    )
     q0, q1, k0, k1, v0, v1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1"))
-    h_chunks, h0, h1, h2, h3 = (T.dynamic(x) for x in ("h_chunks", "h0", "h1", "h2", "h3"))
-    i0, i1, i2, i3, f0, f1, f2, f3 = (T.dynamic(x) for x in ("i0", "i1", "i2", "i3", "f0", "f1", "f2", "f3"))
+    i0, i1, i2, i3, f0, f1, f2, f3, h0, h1, h2, h3, s0, s1, s2, s3 = (T.dynamic(f"{x}{d}") for x in "ifhs" for d in range(4))
 
     @T.macro
-    def enter(i, leaving, w, head, chunks, chunk_base, h, v_first, q_smem, k_smem, v_smem, p_smem, o_smem, qk_ready, qk_free, va_ready, p_free, o_ready, o_free, S, S_in, X, O, V, O_out):
-        """Start chunk i with X = S k, and while it runs move the output of the chunk before it out."""
-        tx = T.get_thread_binding()
-        s = i % QK_STAGES
-        p = i % PAIR
-        if leaving:
-            T.wait_wgmma(1)
+    def release(x, barrier, stage):
+        """This warp has read a stage. One lane arrives for all, after all: an arrival orders the reads of its own thread alone."""
+        T.sync_warp()
+        if x.tx % WARP == 0:
+            T.barrier_arrive(barrier[stage])
+
+    @T.macro
+    def read_state(S, x, w):
+        if x.index > 0:
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                S[v, k] = x.states[x.segment - 1, x.head, x.first_column + w * TILE + v, k]
+        elif x.has_initial_state != 0:
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                S[v, k] = T.cast(x.initial_state[x.sequence, x.head, k, x.first_column + w * TILE + v], "float32")
+        else:
+            T.clear(S)
+        if state_dtype != "float32":  # or ptxas keeps the narrow values, widens them in the loop, and serializes its products
+            T.warpgroup_fence_operand(S, num_regs=TILE * HEAD_DIM // WARP_GROUP)
+
+    @T.macro
+    def write_state(S, x, w):
+        if T.And(x.is_last, x.has_final_state != 0):
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                x.final_state[x.sequence, x.head, k, x.first_column + w * TILE + v] = S[v, k]
+
+    @T.macro
+    def round_state(S, S_in, i, x, w):
+        """The state as an operand; also to h, where it is asked for and chunk i is one."""
         T.copy(S, S_in)
         if output_h:
-            if i < chunks:
-                for vv, kk in T.Parallel(64, HEAD_DIM):
-                    h[chunk_base + i, head, kk, v_first + w * 64 + vv] = S_in[vv, kk]
-        T.barrier_wait(qk_ready[s], (i // QK_STAGES) & 1)
-        T.wgmma_gemm(S_in, k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            if i < x.chunks:
+                T.call_extern(
+                    "handle", "flashqla::store_state", T.address_of(x.h[x.first_chunk + i, x.head, 0, x.first_column + w * TILE]), h2, h3, S_in.data,
+                )
+
+    @T.macro
+    def prediction_error(W, V, X, i, x):
+        """W = beta V - beta decay X, X = K S."""
+        beta = T.alloc_fragment((CHUNK,), "float32")
+        beta_decay = T.alloc_fragment((CHUNK,), "float32")
+        T.copy(x.record_smem[i % QK_STAGES, BETA, :], beta)
+        T.copy(x.record_smem[i % QK_STAGES, BETA_DECAY, :], beta_decay)
+        for v, t in T.Parallel(TILE, CHUNK):
+            W[v, t] = V[v, t] * beta[t] - X[v, t] * beta_decay[t]
+
+    @T.macro
+    def scale_columns(to, tokens_of, row, i, x):
+        factor = T.alloc_fragment((CHUNK,), "float32")
+        T.copy(x.record_smem[i % QK_STAGES, row, :], factor)
+        for v, t in T.Parallel(TILE, CHUNK):
+            to[v, t] = tokens_of[v, t] * factor[t]
+
+    @T.macro
+    def decay_state(S, i, x):
+        for v, k in T.Parallel(TILE, HEAD_DIM):
+            S[v, k] = S[v, k] * x.record_smem[i % QK_STAGES, CHUNK_DECAY, 0]
+
+    @T.macro
+    def load_v(V, i, x, w):
+        T.barrier_wait(x.va_ready[i % STAGES], (i // STAGES) & 1)
+        T.call_extern("handle", "flashqla::load_transposed", V.data, T.address_of(x.v_smem[i % STAGES, w, 0, 0]))
+
+    @T.macro
+    def store_o(O, i, x, w):
+        O_out = T.alloc_fragment((TILE, CHUNK), dtype)
+        T.copy(O, O_out)
+        T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.o_smem[i % STAGES, w, 0, 0]), O_out.data)
+        T.fence_proxy_async()
+        T.barrier_arrive(x.o_ready[i % STAGES])
+
+    @T.macro
+    def enter(i, leaving, S, S_in, X, O, V, x, w):
+        """Start chunk i with X = K S; while that runs, finish the output of the chunk before, whose P U is under way when `leaving`.
+
+        Nothing is under way afterwards. That is where the loop turns: wgmma across its back edge would be serialized.
+        """
         if leaving:
-            last = (i - 1) % PAIR
-            T.barrier_wait(o_free[last], (((i - 1) // PAIR) & 1) ^ 1)
-            T.wait_wgmma(1)
-            T.copy(O, O_out)
-            if tx % 32 == 0:
-                T.barrier_arrive(qk_free[(i - 1) % QK_STAGES])
-                T.barrier_arrive(p_free[last])
-            T.call_extern("handle", "flashqla::store_transposed", T.address_of(o_smem[last, w, 0, 0]), O_out.data)
-            T.fence_proxy_async()
-            T.barrier_arrive(o_ready[last])
-        T.barrier_wait(va_ready[p], (i // PAIR) & 1)
-        T.call_extern("handle", "flashqla::load_transposed", V.data, T.address_of(v_smem[p, w, 0, 0]))
+            T.wait_wgmma(1)  # the state; P U goes on
+        round_state(S, S_in, i, x, w)
+        T.barrier_wait(x.qk_ready[i % QK_STAGES], (i // QK_STAGES) & 1)
+        T.wgmma_gemm(S_in, x.k_smem[i % QK_STAGES, :, :], X, transpose_B=True, clear_accum=True)
+        if leaving:
+            last = i - 1
+            T.barrier_wait(x.o_free[last % STAGES], ((last // STAGES) & 1) ^ 1)
+            T.wait_wgmma(1)  # P U; K S goes on
+            release(x, x.qk_free, last % QK_STAGES)
+            release(x, x.p_free, last % STAGES)
+            store_o(O, last, x, w)
+        load_v(V, i, x, w)
         T.wait_wgmma(0)
 
     @T.macro
-    def state(w, n, head, chunks, chunk_base, h, v_first, initial_state, final_state, has_initial_state, has_final_state, q_smem, k_smem, v_smem, a_smem, p_smem, o_smem, r_smem, qk_ready, qk_free, va_ready, va_free, p_ready, p_free, o_ready, o_free):
-        T.inc_max_nreg(STATE_REGS)
-        tx = T.get_thread_binding()
-        S = T.alloc_fragment((64, HEAD_DIM), "float32")
-        S_in = T.alloc_fragment((64, HEAD_DIM), dtype)
-        X = T.alloc_fragment((64, CHUNK), "float32")
-        O = T.alloc_fragment((64, CHUNK), "float32")
-        V = T.alloc_fragment((64, CHUNK), dtype)
-        W = T.alloc_fragment((64, CHUNK), dtype)
-        U = T.alloc_fragment((64, CHUNK), dtype)
-        O_out = T.alloc_fragment((64, CHUNK), dtype)
-        beta = T.alloc_fragment((CHUNK,), "float32")
-        beta_decay = T.alloc_fragment((CHUNK,), "float32")
-        out_scale = T.alloc_fragment((CHUNK,), "float32")
-        key_decay = T.alloc_fragment((CHUNK,), "float32")
-        if has_initial_state != 0:
-            for vv, kk in T.Parallel(64, HEAD_DIM):
-                S[vv, kk] = T.cast(initial_state[n, head, kk, v_first + w * 64 + vv], "float32")
-        else:
-            T.clear(S)
-        if chunks > 0:
-            enter(0, False, w, head, chunks, chunk_base, h, v_first, q_smem, k_smem, v_smem, p_smem, o_smem, qk_ready, qk_free, va_ready, p_free, o_ready, o_free, S, S_in, X, O, V, O_out)
-            for i in T.unroll(chunks, unroll_factor=1):
-                s = i % QK_STAGES
-                p = i % PAIR
-                T.copy(r_smem[s, BETA, :], beta)
-                T.copy(r_smem[s, BETA_DECAY, :], beta_decay)
-                for vv, t in T.Parallel(64, CHUNK):
-                    W[vv, t] = V[vv, t] * beta[t] - X[vv, t] * beta_decay[t]
-                T.wgmma_gemm(W, a_smem[p, :, :], X, transpose_B=True, clear_accum=True)
-                T.wgmma_gemm(S_in, q_smem[s, :, :], O, transpose_B=True, clear_accum=True)
-                for vv, kk in T.Parallel(64, HEAD_DIM):
-                    S[vv, kk] = S[vv, kk] * r_smem[s, CHUNK_DECAY, 0]
-                T.wait_wgmma(1)
-                T.copy(r_smem[s, KEY_DECAY, :], key_decay)
+    def state_alone(x, w):
+        """One state warpgroup: Q S and P U run beside conversions, off the path from state to state.
+
+        It enters one chunk more than there is, on whatever stands in shared memory, to move the last output out.
+        """
+        S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
+        S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
+        X = T.alloc_fragment((TILE, CHUNK), "float32")
+        O = T.alloc_fragment((TILE, CHUNK), "float32")
+        V = T.alloc_fragment((TILE, CHUNK), dtype)
+        W = T.alloc_fragment((TILE, CHUNK), dtype)
+        U = T.alloc_fragment((TILE, CHUNK), dtype)
+        read_state(S, x, w)
+        if x.chunks > 0:
+            enter(0, False, S, S_in, X, O, V, x, w)
+            for i in T.unroll(x.chunks, unroll_factor=1):
+                prediction_error(W, V, X, i, x)
+                T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
+                T.wgmma_gemm(S_in, x.q_smem[i % QK_STAGES, :, :], O, transpose_B=True, clear_accum=True)
+                decay_state(S, i, x)
+                T.wait_wgmma(1)  # U; Q S goes on
                 T.copy(X, U)
-                for vv, t in T.Parallel(64, CHUNK):
-                    W[vv, t] = X[vv, t] * key_decay[t]
-                T.wgmma_gemm(W, k_smem[s, :, :], S)
-                if tx % 32 == 0:
-                    T.barrier_arrive(va_free[p])
-                T.barrier_wait(p_ready[p], (i // PAIR) & 1)
-                T.wait_wgmma(1)
-                T.copy(r_smem[s, OUT_SCALE, :], out_scale)
-                for vv, t in T.Parallel(64, CHUNK):
-                    O[vv, t] = O[vv, t] * out_scale[t]
-                T.wgmma_gemm(U, p_smem[p, :, :], O, transpose_B=True)
-                enter(i + 1, True, w, head, chunks, chunk_base, h, v_first, q_smem, k_smem, v_smem, p_smem, o_smem, qk_ready, qk_free, va_ready, p_free, o_ready, o_free, S, S_in, X, O, V, O_out)
-        if has_final_state != 0:
-            for vv, kk in T.Parallel(64, HEAD_DIM):
-                final_state[n, head, kk, v_first + w * 64 + vv] = S[vv, kk]
+                scale_columns(W, X, KEY_DECAY, i, x)
+                T.wgmma_gemm(W, x.k_smem[i % QK_STAGES, :, :], S)
+                release(x, x.va_free, i % STAGES)
+                T.barrier_wait(x.p_ready[i % STAGES], (i // STAGES) & 1)
+                T.wait_wgmma(1)  # Q S; the update goes on
+                scale_columns(O, O, OUT_SCALE, i, x)
+                T.wgmma_gemm(U, x.p_smem[i % STAGES, :, :], O, transpose_B=True)
+                enter(i + 1, True, S, S_in, X, O, V, x, w)
+        write_state(S, x, w)
 
     @T.macro
-    def state_paired(w, n, head, chunks, chunk_base, h, v_first, initial_state, final_state, has_initial_state, has_final_state, q_smem, k_smem, v_smem, a_smem, p_smem, o_smem, r_smem, qk_ready, qk_free, va_ready, va_free, p_ready, p_free, o_ready, o_free):
-        T.inc_max_nreg(STATE_REGS)
-        tx = T.get_thread_binding()
-        S = T.alloc_fragment((64, HEAD_DIM), "float32")
-        S_in = T.alloc_fragment((64, HEAD_DIM), dtype)
-        X = T.alloc_fragment((64, CHUNK), "float32")
-        O = T.alloc_fragment((64, CHUNK), "float32")
-        V = T.alloc_fragment((64, CHUNK), dtype)
-        W = T.alloc_fragment((64, CHUNK), dtype)
-        U = T.alloc_fragment((64, CHUNK), dtype)
-        O_out = T.alloc_fragment((64, CHUNK), dtype)
-        beta = T.alloc_fragment((CHUNK,), "float32")
-        beta_decay = T.alloc_fragment((CHUNK,), "float32")
-        out_scale = T.alloc_fragment((CHUNK,), "float32")
-        key_decay = T.alloc_fragment((CHUNK,), "float32")
-        if has_initial_state != 0:
-            for vv, kk in T.Parallel(64, HEAD_DIM):
-                S[vv, kk] = T.cast(initial_state[n, head, kk, v_first + w * 64 + vv], "float32")
-        else:
-            T.clear(S)
-        if w == 1 and SKEW:
-            T.call_extern("handle", "flashqla::delay", SKEW)
-        for i in T.unroll(chunks, unroll_factor=1):
-            s = i % QK_STAGES
-            p = i % PAIR
-            T.copy(S, S_in)
-            if output_h:
-                for vv, kk in T.Parallel(64, HEAD_DIM):
-                    h[chunk_base + i, head, kk, v_first + w * 64 + vv] = S_in[vv, kk]
-            T.barrier_wait(qk_ready[s], (i // QK_STAGES) & 1)
-            T.wgmma_gemm(S_in, k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(S_in, q_smem[s, :, :], O, transpose_B=True, clear_accum=True)
-            T.barrier_wait(va_ready[p], (i // PAIR) & 1)
+    def state_of_two(x, w):
+        """One of two state warpgroups: products in three groups, each waited for, which 192 registers hold. While one converts, the other multiplies."""
+        S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
+        S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
+        X = T.alloc_fragment((TILE, CHUNK), "float32")
+        O = T.alloc_fragment((TILE, CHUNK), "float32")
+        V = T.alloc_fragment((TILE, CHUNK), dtype)
+        W = T.alloc_fragment((TILE, CHUNK), dtype)
+        U = T.alloc_fragment((TILE, CHUNK), dtype)
+        read_state(S, x, w)
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            round_state(S, S_in, i, x, w)
+            T.barrier_wait(x.qk_ready[i % QK_STAGES], (i // QK_STAGES) & 1)
+            T.wgmma_gemm(S_in, x.k_smem[i % QK_STAGES, :, :], X, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(S_in, x.q_smem[i % QK_STAGES, :, :], O, transpose_B=True, clear_accum=True)
             T.wait_wgmma(0)
-            T.call_extern("handle", "flashqla::load_transposed", V.data, T.address_of(v_smem[p, w, 0, 0]))
-            T.copy(r_smem[s, BETA, :], beta)
-            T.copy(r_smem[s, BETA_DECAY, :], beta_decay)
-            for vv, t in T.Parallel(64, CHUNK):
-                W[vv, t] = V[vv, t] * beta[t] - X[vv, t] * beta_decay[t]
-            T.wgmma_gemm(W, a_smem[p, :, :], X, transpose_B=True, clear_accum=True)
-            T.copy(r_smem[s, OUT_SCALE, :], out_scale)
-            for vv, t in T.Parallel(64, CHUNK):
-                O[vv, t] = O[vv, t] * out_scale[t]
-            for vv, kk in T.Parallel(64, HEAD_DIM):
-                S[vv, kk] = S[vv, kk] * r_smem[s, CHUNK_DECAY, 0]
+            load_v(V, i, x, w)
+            prediction_error(W, V, X, i, x)
+            T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
+            scale_columns(O, O, OUT_SCALE, i, x)
+            decay_state(S, i, x)
             T.wait_wgmma(0)
-            T.copy(r_smem[s, KEY_DECAY, :], key_decay)
-            if tx % 32 == 0:
-                T.barrier_arrive(va_free[p])
+            release(x, x.va_free, i % STAGES)
             T.copy(X, U)
-            for vv, t in T.Parallel(64, CHUNK):
-                W[vv, t] = X[vv, t] * key_decay[t]
-            T.wgmma_gemm(W, k_smem[s, :, :], S)
-            T.barrier_wait(p_ready[p], (i // PAIR) & 1)
-            T.wgmma_gemm(U, p_smem[p, :, :], O, transpose_B=True)
+            scale_columns(W, X, KEY_DECAY, i, x)
+            T.wgmma_gemm(W, x.k_smem[i % QK_STAGES, :, :], S)
+            T.barrier_wait(x.p_ready[i % STAGES], (i // STAGES) & 1)
+            T.wgmma_gemm(U, x.p_smem[i % STAGES, :, :], O, transpose_B=True)
             T.wait_wgmma(0)
-            if tx % 32 == 0:
-                T.barrier_arrive(qk_free[s])
-                T.barrier_arrive(p_free[p])
-            T.copy(O, O_out)
-            T.barrier_wait(o_free[p], ((i // PAIR) & 1) ^ 1)
-            T.call_extern("handle", "flashqla::store_transposed", T.address_of(o_smem[p, w, 0, 0]), O_out.data)
+            release(x, x.qk_free, i % QK_STAGES)
+            release(x, x.p_free, i % STAGES)
+            T.barrier_wait(x.o_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
+            store_o(O, i, x, w)
+        write_state(S, x, w)
+
+    @T.macro
+    def score(x, scale):
+        P = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
+        row = T.alloc_fragment((CHUNK,), "float32")
+        col = T.alloc_fragment((CHUNK,), "float32")
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            s = i % QK_STAGES
+            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
+            T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
+            T.copy(x.record_smem[s, ROW_LOG, :], row)
+            T.copy(x.record_smem[s, COL_LOG, :], col)
+            T.wait_wgmma(0)
+            release(x, x.qk_free, s)
+            # Above the diagonal the exponential may overflow: a choice, not a product with 0.
+            for t, u in T.Parallel(CHUNK, CHUNK):
+                P[t, u] = T.if_then_else(u <= t, P[t, u] * (T.exp2(row[t] - col[u]) * scale), 0.0)
+            T.barrier_wait(x.p_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
+            T.copy(P, P_out)
+            T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % STAGES, 0, 0]), P_out.data)
             T.fence_proxy_async()
-            T.barrier_arrive(o_ready[p])
-        if has_final_state != 0:
-            for vv, kk in T.Parallel(64, HEAD_DIM):
-                final_state[n, head, kk, v_first + w * 64 + vv] = S[vv, kk]
+            T.barrier_arrive(x.p_ready[i % STAGES])
+
+    @T.macro
+    def load_qk(i, x, ready, stage):
+        s = i % QK_STAGES
+        first = x.bos + i * CHUNK
+        T.tma_copy(x.q[first:first + CHUNK, x.k_head, :], x.q_smem[s, :, :], barrier=ready[stage])
+        T.tma_copy(x.k[first:first + CHUNK, x.k_head, :], x.k_smem[s, :, :], barrier=ready[stage])
+        T.tma_copy(x.records[x.slot + i, x.head, :, :], x.record_smem[s, :, :], barrier=ready[stage])
+
+    @T.macro
+    def load_va(i, x, ready, stage):
+        first = x.bos + i * CHUNK
+        for w in T.unroll(groups):
+            column = x.first_column + w * TILE
+            T.tma_copy(x.v[first:first + CHUNK, x.head, column:column + TILE], x.v_smem[i % STAGES, w, :, :], barrier=ready[stage])
+        T.tma_copy(x.A[first:first + CHUNK, x.head, :], x.a_smem[i % STAGES, :, :], barrier=ready[stage])
+
+    @T.macro
+    def load(x):
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            s = i % QK_STAGES
+            p = i % STAGES
+            rows = x.length - i * CHUNK
+            T.barrier_wait(x.qk_free[s], ((i // QK_STAGES) & 1) ^ 1)
+            if rows >= CHUNK:
+                load_qk(i, x, x.qk_ready, s)
+                T.barrier_arrive(x.qk_ready[s])
+                T.barrier_wait(x.va_free[p], ((i // STAGES) & 1) ^ 1)
+                load_va(i, x, x.va_ready, p)
+                T.barrier_arrive(x.va_ready[p])
+            else:  # the rows past the end belong to another sequence, or to nobody: zeros leave state and output alone
+                T.barrier_wait(x.va_free[p], ((i // STAGES) & 1) ^ 1)
+                load_qk(i, x, x.tail_ready, 0)
+                load_va(i, x, x.tail_ready, 0)
+                T.barrier_arrive(x.tail_ready[0])
+                T.barrier_wait(x.tail_ready[0], 0)
+                for w in T.unroll(HEAD_DIM // TILE):
+                    T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.k_smem[s, 0, w * TILE]), rows)
+                for w in T.unroll(groups):
+                    T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.v_smem[p, w, 0, 0]), rows)
+                T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.a_smem[p, 0, 0]), rows)
+                T.fence_proxy_async()
+                T.barrier_arrive(x.qk_ready[s])
+                T.barrier_arrive(x.va_ready[p])
+        if groups == 1:  # state_alone enters one chunk more
+            T.barrier_wait(x.qk_free[x.chunks % QK_STAGES], ((x.chunks // QK_STAGES) & 1) ^ 1)
+            T.barrier_arrive(x.qk_ready[x.chunks % QK_STAGES])
+            T.barrier_wait(x.va_free[x.chunks % STAGES], ((x.chunks // STAGES) & 1) ^ 1)
+            T.barrier_arrive(x.va_ready[x.chunks % STAGES])
+
+    @T.macro
+    def store(x, o):
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            p = i % STAGES
+            first = x.bos + i * CHUNK
+            T.barrier_wait(x.o_ready[p], (i // STAGES) & 1)
+            if i * CHUNK + CHUNK <= x.length:
+                for w in T.unroll(groups):
+                    column = x.first_column + w * TILE
+                    T.tma_copy(x.o_smem[p, w, :, :], o[first:first + CHUNK, x.head, column:column + TILE])
+                T.tma_store_wait(0, read=True)
+            else:
+                for w in T.unroll(groups):
+                    for b in T.unroll(CHUNK // 4, unroll_factor=1):
+                        for t, v in T.Parallel(4, TILE):
+                            if i * CHUNK + b * 4 + t < x.length:
+                                o[first + b * 4 + t, x.head, x.first_column + w * TILE + v] = x.o_smem[p, w, b * 4 + t, v]
+            T.barrier_arrive(x.o_free[p])
+        T.tma_store_wait(0, read=False)
 
     @T.prim_func
     def gated_delta_forward(
@@ -190,140 +333,92 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         initial_state: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (i0, i1, i2, i3), state_dtype),
         o: T.Tensor((tokens, hv, HEAD_DIM), dtype),
         final_state: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (f0, f1, f2, f3), "float32"),
-        group: T.int32,
         h: T.StridedTensor((h_chunks, hv, HEAD_DIM, HEAD_DIM), (h0, h1, h2, h3), dtype),
+        states: T.StridedTensor((segments, hv, HEAD_DIM, HEAD_DIM), (s0, s1, s2, s3), "float32"),
         scale: T.float32,
+        group: T.int32,
         offset_step: T.int32,
+        segment_chunks: T.int32,
         has_initial_state: T.int32,
         has_final_state: T.int32,
     ):
-        with T.Kernel(hv * slices, sequences, threads=THREADS) as (bx, n):
-            T.import_source(DEVICE_FUNCTIONS)
+        # Neighbouring CTAs take the heads of one segment, which read the same q and k.
+        with T.Kernel(hv * slices, segments, threads=THREADS) as (bx, segment):
+            T.import_source(cuda("tiles", "segments"))
             q_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
             k_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
-            v_smem = T.alloc_shared((PAIR, groups, CHUNK, 64), dtype)
-            a_smem = T.alloc_shared((PAIR, CHUNK, CHUNK), dtype)
-            p_smem = T.alloc_shared((PAIR, CHUNK, CHUNK), dtype)
-            o_smem = T.alloc_shared((PAIR, groups, CHUNK, 64), dtype)
-            r_smem = T.alloc_shared((QK_STAGES, RECORD, CHUNK), "float32")
+            record_smem = T.alloc_shared((QK_STAGES, RECORD, CHUNK), "float32")
+            v_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
+            a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+            p_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+            o_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
             T.annotate_layout({v_smem: make_swizzled_layout(v_smem), o_smem: make_swizzled_layout(o_smem)})
-
-            qk_ready = T.alloc_barrier([32] * QK_STAGES)
-            qk_free = T.alloc_barrier([STATE_WARPS + 4] * QK_STAGES)
-            va_ready = T.alloc_barrier([32] * PAIR)
-            va_free = T.alloc_barrier([STATE_WARPS] * PAIR)
-            p_ready = T.alloc_barrier([WARP_GROUP] * PAIR)
-            p_free = T.alloc_barrier([STATE_WARPS] * PAIR)
-            o_ready = T.alloc_barrier([STATE_END] * PAIR)
-            o_free = T.alloc_barrier([32] * PAIR)
-            tail_ready = T.alloc_barrier(32)
+            qk_ready = T.alloc_barrier([WARP] * QK_STAGES)  # LOAD -> STATE, SCORE
+            qk_free = T.alloc_barrier([STATE_WARPS + SCORE_WARPS] * QK_STAGES)  # STATE, SCORE -> LOAD
+            va_ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
+            va_free = T.alloc_barrier([STATE_WARPS] * STAGES)  # STATE -> LOAD
+            p_ready = T.alloc_barrier([WARP_GROUP] * STAGES)  # SCORE -> STATE
+            p_free = T.alloc_barrier([STATE_WARPS] * STAGES)  # STATE -> SCORE
+            o_ready = T.alloc_barrier([STATE_END] * STAGES)  # STATE -> STORE
+            o_free = T.alloc_barrier([WARP] * STAGES)  # STORE -> STATE
+            tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
 
             tx = T.get_thread_binding()
             head = bx // slices
-            v_first = (bx % slices) * v_tile
             k_head: T.int32 = T.truncdiv(head, group)
-            bos: T.int32 = T.max(T.min(cu_seqlens[n * offset_step], tokens), 0)
-            eos: T.int32 = T.max(T.min(cu_seqlens[(n + 1) * offset_step], tokens), bos)
-            T.assume(bos >= 0)
-            T.assume(eos <= tokens)
-            length: T.int32 = eos - bos
+            # Variables, or their quotients are computed at every use.
+            sequence = T.alloc_var("int32")
+            index = T.alloc_var("int32")  # of the segment in its sequence
+            sequence = segment
+            index = 0
+            if segment_chunks > 0:
+                sequence = T.call_extern(
+                    "int32", "flashqla::owner", T.address_of(cu_seqlens[0]), offset_step, sequences, segment_chunks * CHUNK, segment
+                )
+            bos: T.int32 = T.max(T.min(cu_seqlens[sequence * offset_step], tokens), 0)
+            eos: T.int32 = T.max(T.min(cu_seqlens[(sequence + 1) * offset_step], tokens), bos)
+            if segment_chunks > 0:
+                index = segment - T.truncdiv(bos, segment_chunks * CHUNK) - sequence
+            first = T.alloc_var("int32")
+            length = T.alloc_var("int32")
+            first = T.min(bos + index * segment_chunks * CHUNK, eos)
+            length = eos - first
+            if segment_chunks > 0:
+                length = T.min(length, segment_chunks * CHUNK)
             chunks: T.int32 = T.ceildiv(length, CHUNK)
-            slot: T.int32 = bos // CHUNK + n
-            chunk_base = T.alloc_var("int32")
-            chunk_base = 0
+            first_chunk = T.alloc_var("int32")  # of this segment in h
+            first_chunk = index * segment_chunks
             if output_h:
-                for m in T.serial(n):
-                    chunk_base += T.ceildiv(cu_seqlens[(m + 1) * offset_step] - cu_seqlens[m * offset_step], CHUNK)
-
+                for n in T.serial(sequence):
+                    first_chunk += T.ceildiv(cu_seqlens[(n + 1) * offset_step] - cu_seqlens[n * offset_step], CHUNK)
+            T.pdl_sync()  # until what the kernels before wrote is there
+            x = SimpleNamespace(
+                q=q, k=k, v=v, A=A, records=records, initial_state=initial_state, final_state=final_state, h=h, states=states,
+                q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, o_smem=o_smem,
+                qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
+                o_ready=o_ready, o_free=o_free, tail_ready=tail_ready,
+                tx=tx, sequence=sequence, segment=segment, index=index, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
+                slot=bos // CHUNK + sequence + index * segment_chunks, bos=first, length=length, chunks=chunks, first_chunk=first_chunk,
+                is_last=T.And(first + length == eos, T.Or(length > 0, index == 0)),  # slots past the last segment have none
+                has_initial_state=has_initial_state, has_final_state=has_final_state,
+            )
             if tx < WARP_GROUP:
+                T.inc_max_nreg(state_registers)
                 if groups == 1:
-                    state(0, n, head, chunks, chunk_base, h, v_first, initial_state, final_state, has_initial_state, has_final_state, q_smem, k_smem, v_smem, a_smem, p_smem, o_smem, r_smem, qk_ready, qk_free, va_ready, va_free, p_ready, p_free, o_ready, o_free)
+                    state_alone(x, 0)
                 else:
-                    state_paired(0, n, head, chunks, chunk_base, h, v_first, initial_state, final_state, has_initial_state, has_final_state, q_smem, k_smem, v_smem, a_smem, p_smem, o_smem, r_smem, qk_ready, qk_free, va_ready, va_free, p_ready, p_free, o_ready, o_free)
+                    state_of_two(x, 0)
             elif tx < STATE_END:
-                state_paired(1, n, head, chunks, chunk_base, h, v_first, initial_state, final_state, has_initial_state, has_final_state, q_smem, k_smem, v_smem, a_smem, p_smem, o_smem, r_smem, qk_ready, qk_free, va_ready, va_free, p_ready, p_free, o_ready, o_free)
+                T.inc_max_nreg(state_registers)
+                state_of_two(x, 1)
             elif tx < SCORE_END:
-                T.dec_max_nreg(SCORE_REGS)
-                P = T.alloc_fragment((CHUNK, CHUNK), "float32")
-                P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
-                row = T.alloc_fragment((CHUNK,), "float32")
-                col = T.alloc_fragment((CHUNK,), "float32")
-                for i in T.unroll(chunks, unroll_factor=1):
-                    s = i % QK_STAGES
-                    p = i % PAIR
-                    T.barrier_wait(qk_ready[s], (i // QK_STAGES) & 1)
-                    T.wgmma_gemm(q_smem[s, :, :], k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
-                    T.copy(r_smem[s, ROW_LOG, :], row)
-                    T.copy(r_smem[s, COL_LOG, :], col)
-                    T.wait_wgmma(0)
-                    if tx % 32 == 0:
-                        T.barrier_arrive(qk_free[s])
-                    for t, u in T.Parallel(CHUNK, CHUNK):
-                        P[t, u] = T.if_then_else(u <= t, P[t, u] * (T.exp2(row[t] - col[u]) * scale), 0.0)
-                    T.barrier_wait(p_free[p], ((i // PAIR) & 1) ^ 1)
-                    T.copy(P, P_out)
-                    T.call_extern("handle", "flashqla::store_tile", T.address_of(p_smem[p, 0, 0]), P_out.data)
-                    T.fence_proxy_async()
-                    T.barrier_arrive(p_ready[p])
+                T.dec_max_nreg(score_registers)
+                score(x, scale)
             else:
-                T.dec_max_nreg(40)
+                T.dec_max_nreg(service_registers)
                 if tx < LOAD_END:
-                    for i in T.unroll(chunks, unroll_factor=1):
-                        s = i % QK_STAGES
-                        p = i % PAIR
-                        first: T.int32 = bos + i * CHUNK
-                        T.barrier_wait(qk_free[s], ((i // QK_STAGES) & 1) ^ 1)
-                        if i * CHUNK + CHUNK <= length:
-                            T.tma_copy(q[first:first + CHUNK, k_head, :], q_smem[s, :, :], barrier=qk_ready[s])
-                            T.tma_copy(k[first:first + CHUNK, k_head, :], k_smem[s, :, :], barrier=qk_ready[s])
-                            T.tma_copy(records[slot + i, head, :, :], r_smem[s, :, :], barrier=qk_ready[s])
-                            T.barrier_arrive(qk_ready[s])
-                            T.barrier_wait(va_free[p], ((i // PAIR) & 1) ^ 1)
-                            for w in T.unroll(groups):
-                                T.tma_copy(v[first:first + CHUNK, head, v_first + w * 64:v_first + w * 64 + 64], v_smem[p, w, :, :], barrier=va_ready[p])
-                            T.tma_copy(A[first:first + CHUNK, head, :], a_smem[p, :, :], barrier=va_ready[p])
-                            T.barrier_arrive(va_ready[p])
-                        else:
-                            T.barrier_wait(va_free[p], ((i // PAIR) & 1) ^ 1)
-                            T.tma_copy(q[first:first + CHUNK, k_head, :], q_smem[s, :, :], barrier=tail_ready)
-                            T.tma_copy(k[first:first + CHUNK, k_head, :], k_smem[s, :, :], barrier=tail_ready)
-                            T.tma_copy(records[slot + i, head, :, :], r_smem[s, :, :], barrier=tail_ready)
-                            for w in T.unroll(groups):
-                                T.tma_copy(v[first:first + CHUNK, head, v_first + w * 64:v_first + w * 64 + 64], v_smem[p, w, :, :], barrier=tail_ready)
-                            T.tma_copy(A[first:first + CHUNK, head, :], a_smem[p, :, :], barrier=tail_ready)
-                            T.barrier_arrive(tail_ready)
-                            T.barrier_wait(tail_ready, 0)
-                            rest = length - i * CHUNK
-                            for w in T.unroll(2):
-                                T.call_extern("handle", "flashqla::zero_rows", T.address_of(k_smem[s, 0, w * 64]), rest)
-                            for w in T.unroll(groups):
-                                T.call_extern("handle", "flashqla::zero_rows", T.address_of(v_smem[p, w, 0, 0]), rest)
-                            T.call_extern("handle", "flashqla::zero_rows", T.address_of(a_smem[p, 0, 0]), rest)
-                            T.fence_proxy_async()
-                            T.barrier_arrive(qk_ready[s])
-                            T.barrier_arrive(va_ready[p])
-                    if groups == 1:
-                        # State warpgroups enter one chunk more than there is.
-                        T.barrier_wait(qk_free[chunks % QK_STAGES], ((chunks // QK_STAGES) & 1) ^ 1)
-                        T.barrier_arrive(qk_ready[chunks % QK_STAGES])
-                        T.barrier_wait(va_free[chunks % PAIR], ((chunks // PAIR) & 1) ^ 1)
-                        T.barrier_arrive(va_ready[chunks % PAIR])
+                    load(x)
                 elif tx < STORE_END:
-                    for i in T.unroll(chunks, unroll_factor=1):
-                        p = i % PAIR
-                        first: T.int32 = bos + i * CHUNK
-                        T.barrier_wait(o_ready[p], (i // PAIR) & 1)
-                        if i * CHUNK + CHUNK <= length:
-                            for w in T.unroll(groups):
-                                T.tma_copy(o_smem[p, w, :, :], o[first:first + CHUNK, head, v_first + w * 64:v_first + w * 64 + 64])
-                            T.tma_store_wait(0, read=True)
-                        else:
-                            for w in T.unroll(groups):
-                                for b in T.unroll(CHUNK // 4, unroll_factor=1):
-                                    for t, d in T.Parallel(4, 64):
-                                        if i * CHUNK + b * 4 + t < length:
-                                            o[first + b * 4 + t, head, v_first + w * 64 + d] = o_smem[p, w, b * 4 + t, d]
-                        T.barrier_arrive(o_free[p])
-                    T.tma_store_wait(0, read=False)
+                    store(x, o)
 
     return gated_delta_forward

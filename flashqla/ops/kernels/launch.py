@@ -3,10 +3,12 @@
 Arguments are right when they get here (`ops.checks`), and what to run is decided (`ops.plan`).
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Lock
 from typing import Any, NamedTuple
 
+import tilelang
 import torch
 from torch import Tensor
 
@@ -14,10 +16,12 @@ from flashqla.ops.checks import CHUNK, DTYPES, HEAD_DIM, Problem
 from flashqla.ops.kernels.common import RECORD
 from flashqla.ops.kernels.forward import build_forward
 from flashqla.ops.kernels.inverse import build_inverse
+from flashqla.ops.kernels.scan import build_scan
+from flashqla.ops.kernels.summary import build_summary
 from flashqla.ops.plan import Plan
 
-_BUILDERS = {"inverse": build_inverse, "forward": build_forward}
-_compiling = Lock()  # TileLang's factories keep the last call in plain fields
+_BUILDERS = {"inverse": build_inverse, "summary": build_summary, "scan": build_scan, "forward": build_forward}
+_tracing = Lock()  # TileLang's factories keep the last call in plain fields; what comes after them may run side by side
 
 
 class Forward(NamedTuple):
@@ -32,8 +36,10 @@ class Forward(NamedTuple):
 
 @cache
 def _kernel(name: str, *arguments: Any) -> Any:
-    with _compiling:
-        return _BUILDERS[name](*arguments)
+    builder = _BUILDERS[name]
+    with _tracing:
+        program = builder.get_tir(*arguments)
+    return tilelang.compile(program, target=builder.target, pass_configs=builder.pass_configs)
 
 
 def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
@@ -64,10 +70,20 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
         q, k, beta if g is None else g, beta, offsets, A, records, cumulative, o, p.scale, sequences, step, hv // p.hk,
         plan.heads_per_inverse, int(g is not None), int(output_g),
     )
-    run = _kernel("forward", plan.v_tile, dtype, DTYPES[initial.dtype], p.output_h)
-    run(
-        q, k, v, A, records, offsets, initial, o, nothing if final_state is None else _key_first(p, final_state), hv // p.hk,
-        None if h is None else _key_first(p, h).flatten(0, 1), p.scale, step, int(p.initial_state is not None), int(p.output_final_state),
+    segments, states = plan.segment_chunks, nothing
+    if segments:
+        slots = tokens // (CHUNK * segments) + sequences
+        states = records.new_empty((slots, hv, HEAD_DIM, HEAD_DIM))
+        transitions = q.new_empty(states.shape)
+        forgets = records.new_empty((slots, hv), dtype=torch.int32)
+        _kernel("summary", dtype, DTYPES[initial.dtype])(
+            k, v, A, records, offsets, initial, states, transitions, forgets, hv // p.hk, step, segments, int(p.initial_state is not None),
+        )
+        _kernel("scan", dtype)(offsets, states, transitions, forgets, tokens, step, segments, sequences)
+    _kernel("forward", plan.v_tile, dtype, DTYPES[initial.dtype], p.output_h)(
+        q, k, v, A, records, offsets, initial, o, nothing if final_state is None else _key_first(p, final_state),
+        None if h is None else _key_first(p, h).flatten(0, 1), states, p.scale, hv // p.hk, step, segments,
+        int(p.initial_state is not None), int(p.output_final_state),
     )
     # fmt: on
     rows = p.v.shape[:2]
@@ -81,11 +97,17 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
 
 
 def compile_all(dtypes: tuple[str, ...] = ("bfloat16",)) -> None:
-    """Compile, or load from TileLang's cache, every kernel that a forward call in these dtypes can need."""
+    """Compile, or load from TileLang's cache, every kernel that a forward call can need with q, k and v in these dtypes.
+
+    Gates and states are in float32, and h is not asked for: other kernels are compiled by the first call that needs them.
+    """
+    kernels: list[tuple[Any, ...]] = []
     for dtype in dtypes:
-        _kernel("inverse", dtype, "float32", "float32", False)
-        for v_tile in (128, 64):
-            _kernel("forward", v_tile, dtype, "float32", False)
+        kernels += [("forward", v_tile, dtype, "float32", False) for v_tile in (128, 64)]
+        kernels += [("inverse", dtype, "float32", "float32", l2norm) for l2norm in (False, True)]
+        kernels += [("summary", dtype, "float32"), ("scan", dtype)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda kernel: _kernel(*kernel), kernels))
 
 
 def _key_first(problem: Problem, state: Tensor) -> Tensor:
@@ -112,10 +134,11 @@ def _offsets(problem: Problem) -> tuple[Tensor, int]:
 def _even_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
     # What is allocated while a graph is captured lives in the graph's memory: it must not outlive it in a cache.
     if torch.cuda.is_current_stream_capturing():
-        return _make_offsets.__wrapped__(batch, tokens, device)
-    return _make_offsets(batch, tokens, device)
+        return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
+    return _kept_offsets(batch, tokens, device)
 
 
 @cache
-def _make_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
+def _kept_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
+    # Copied before this returns, so that a call on another stream may read it at once.
+    return torch.tensor([n * tokens for n in range(batch + 1)], dtype=torch.int32, device=device)

@@ -1,0 +1,54 @@
+"""`flashqla show` and `flashqla schema`: a stored run as a table, and what such a file holds."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashqla.cli import console, options
+
+EXAMPLES = """\b
+Examples:
+  flashqla show run.json
+  flashqla show run.json --format csv > run.csv
+"""
+SCHEMA_EXAMPLES = """\b
+Examples:
+  flashqla schema
+  flashqla schema > flashqla.schema.json
+"""
+
+
+class Format(StrEnum):
+    text = "text"
+    markdown = "markdown"
+    csv = "csv"
+
+
+def show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A run kept with --json, or what is left of one.")],
+    form: Annotated[Format, typer.Option("--format", help="Of the result on stdout.")] = Format.text,
+    no_color: options.NoColorOption = False,
+) -> None:
+    """Show a stored run as a table.
+
+    Text and Markdown are the table that verify or bench printed; CSV has every field of every record.
+    """
+    from flashqla import tables
+    from flashqla.records import read
+
+    run = read(file)
+    if form is Format.csv:
+        console.result(tables.csv(run))
+    else:
+        render = tables.markdown if form is Format.markdown else tables.text
+        console.result(render(tables.page(run)))
+
+
+def schema() -> None:
+    """Print the JSON Schema of result files."""
+    from flashqla.records import json_schema
+
+    console.result(json.dumps(json_schema(), indent=2))

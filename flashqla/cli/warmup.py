@@ -1,0 +1,88 @@
+"""`flashqla warmup`: compile ahead of the first call, and into a cache that can be shipped."""
+
+import os
+import time
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashqla import device
+from flashqla.cli import console, options
+from flashqla.errors import EnvironmentProblem
+
+EXAMPLES = """\b
+Examples:
+  flashqla warmup --target sm_90a --dtype bfloat16 --dtype float16
+  flashqla warmup --heads 2,8
+"""
+
+
+class DType(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Target(StrEnum):
+    sm_90a = "sm_90a"
+
+
+def warmup(
+    dtype: Annotated[list[DType] | None, typer.Option("--dtype", help="Of q, k and v. Repeatable.")] = None,
+    target: Annotated[
+        Target | None, typer.Option("--target", help="Compile our kernels for it, without a GPU and without the peers.")
+    ] = None,
+    heads: options.HeadsOption = None,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Compile everything ahead: our kernels, and those of the installed peers.
+
+    Peers are compiled for the head counts and layouts of suite qwen, which takes minutes; --heads keeps some of them.
+
+    Kernels are kept on disk, ours in TILELANG_CACHE_DIR. An image for machines with a Hopper GPU can be built on a
+    machine without one: set that variable, run this with --target sm_90a, and ship the folder.
+    """
+    begin = time.perf_counter()
+    dtypes = tuple(dict.fromkeys(dtype or [DType.bfloat16]))
+    card = device.gpu()
+    if target is None and (card is None or card.capability != device.HOPPER):
+        found = card.name if card else "no GPU"
+        do = "flashqla warmup --target sm_90a compiles for one"
+        raise EnvironmentProblem("no Hopper GPU here", given=found, do=do)
+    cases = options.chosen_cases(["qwen"], heads=heads)
+    progress = console.Progress() if quiet else console.Lines()
+    with console.results_only():
+        _our_kernels(dtypes, progress)
+        folders = {"TILELANG_CACHE_DIR": os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache"}
+        if target is None:
+            from flashqla import backends, runner  # and with them torch
+            from flashqla.worker import Watch
+
+            peers = backends.create(list(device.PEERS), "cuda")
+            for peer in peers:
+                if reason := peer.missing():
+                    progress.tell(f"{peer.name} is left out: {reason}", False)
+            wanted = [replace(case, dtype=name.value) for name in dtypes for case in cases]
+            runner.warm_up(wanted, peers, "cuda", watch=Watch(progress.tell), always=True)
+            folders["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    console.result(f"ready in {time.perf_counter() - begin:.0f} s")
+    for variable, folder in folders.items():
+        console.result(f"{variable:<20}{folder}")
+
+
+def _our_kernels(dtypes: tuple[DType, ...], progress: console.Progress) -> None:
+    if device.nvcc() is None:
+        do = "pip install 'flashqla[nvcc]', or set CUDA_HOME to a CUDA toolkit"
+        raise EnvironmentProblem("there is no CUDA compiler", given="nvcc not found", do=do)
+    try:
+        from flashqla.ops.kernels import launch
+    except (ImportError, OSError) as error:
+        do = "see what is missing with: flashqla doctor"
+        raise EnvironmentProblem("the kernels cannot be loaded", given=str(error), do=do) from error
+    for number, dtype in enumerate(dtypes):
+        begin = time.perf_counter()
+        progress.tell(f"compiling our kernels for {dtype}, {len(dtypes) - number} dtypes left", True)
+        launch.compile_all((dtype.value,))
+        progress.tell(f"compiled our kernels for {dtype} in {time.perf_counter() - begin:.0f} s", False)

@@ -1,0 +1,307 @@
+"""Two runs -> one verdict per row.
+
+A time is compared by the ratio of medians, new / old, with a bootstrap interval from the raw samples of both. A row is
+`slower` when ratio and interval both lie above the threshold: the one alone may be noise, the other alone too small
+to care. Errors of a verify run are compared by their ratio. Rows without a number, for whatever reason, get a verdict
+and never enter a statistic.
+"""
+
+import math
+import sys
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from flashqla.errors import ArgumentError, NothingToDo, UnsupportedError
+from flashqla.records import Record, Run, Timing, judged, went_wrong
+
+Word = Literal["failed", "slower", "worse", "unclear", "missing", "new", "same", "better", "faster"]
+WORDS: tuple[Word, ...] = get_args(Word)  # worst first
+REGRESSIONS = ("failed", "slower", "worse")
+COMPARED = ("slower", "worse", "unclear", "same", "better", "faster")
+
+Mix = Literal["l2", "clock", "hardware"]  # conditions under which times are not comparable
+
+DEFAULT_THRESHOLD = 0.05
+CONFIDENCE = 0.99  # not 0.95: a sweep asks hundreds of rows at once
+RESAMPLES = 2000
+MIN_SAMPLES = 5  # fewer say nothing about noise
+NEGLIGIBLE = 1e-3  # share of the allowed error: below it all errors are the same
+MARGIN = 1.5  # of a suggested threshold over the widest spread seen: a few runs do not show the widest there is
+COVERED = 0.9  # share of cases that the suggested default is enough for; the others get their own
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one row: a case, a backend and a direction."""
+
+    case_id: str
+    backend: str
+    direction: str
+    word: Word
+    counts: bool  # False for a peer, whose rows are shown but fail nothing
+    threshold: float
+    quantity: str = ""  # "ms", or the tensor whose relative L2 error grew most
+    old: float | None = None
+    new: float | None = None
+    ratio: float | None = None  # new / old
+    interval: tuple[float, float] | None = None  # of the ratio
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Relative changes that matter: 0.05 is 5 percent."""
+
+    default: float = DEFAULT_THRESHOLD
+    cases: Mapping[str, float] = field(default_factory=dict)  # case id or pattern (* and ?) -> threshold
+
+    def of(self, case_id: str) -> float:
+        """Of a case: the last pattern that fits decides."""
+        return [self.default, *(value for pattern, value in self.cases.items() if fnmatchcase(case_id, pattern))][-1]
+
+
+def compare(old: Run, new: Run, thresholds: Thresholds | None = None, allow: Collection[Mix] = ()) -> list[Verdict]:
+    """A verdict per row of either run: rows that count first, and of these the worst first.
+
+    Raises ArgumentError for a bench run against a verify run, and UnsupportedError when rows were timed under other
+    conditions that `allow` does not name.
+    """
+    if _command(old) != _command(new):
+        raise ArgumentError("these runs are of different commands", given=f"{_command(old)} against {_command(new)}")
+    thresholds = thresholds or Thresholds()
+    before, after = _rows(old), _rows(new)
+    mixes = _mixes(old, new)
+    _refuse({key: found for key, mix in mixes.items() if (found := {k: v for k, v in mix.items() if k not in allow})})
+    ours = {*judged(old), *judged(new)}
+    verdicts = [
+        Verdict(
+            *key,
+            counts=key[1] in ours,
+            threshold=thresholds.of(key[0]),
+            **_change(before.get(key), after.get(key), thresholds.of(key[0]), [*mixes.get(key, {}).values()]),
+        )
+        for key in {**before, **after}
+    ]
+    return sorted(verdicts, key=lambda row: (not row.counts, WORDS.index(row.word), -(row.ratio or 0)))
+
+
+def changes(old: Run, new: Run) -> list[str]:
+    """What else differs between two runs, as `torch 2.13.0 -> 2.14.0`."""
+    facts = [
+        {**asdict(run.environment), **run.environment.peers, **run.settings, "interrupted": run.interrupted}
+        for run in (old, new)
+    ]
+    names = [name for name in {**facts[0], **facts[1]} if name != "peers"]
+    pairs = [(name, *(found.get(name) for found in facts)) for name in names]
+    return [f"{name} {before} -> {after}" for name, before, after in pairs if before != after]
+
+
+def only(run: Run, backends: Collection[str]) -> Run:
+    """A run with the records of some backends; of all when none is named."""
+    kept = [record for record in run.records if not backends or record.backend in backends]
+    return run.model_copy(update={"records": kept})
+
+
+# Rows
+
+Key = tuple[str, str, str]  # case id, backend, direction
+
+
+def _command(run: Run) -> str:
+    return run.kind.partition("-")[0]
+
+
+def _rows(run: Run) -> dict[Key, Record]:
+    return {(record.case_id, record.backend, record.direction): record for record in run.records}
+
+
+def _change(before: Record | None, after: Record | None, threshold: float, mix: list[str]) -> dict[str, Any]:
+    """Fields of a verdict that depend on the two records."""
+    absent, lost = _lacks(before), _lacks(after)
+    if after and went_wrong(after):
+        return {"word": "failed", "why": lost + (", as before" if before and went_wrong(before) else "")}
+    if lost or after is None:
+        return {"word": "missing", "why": lost}
+    if absent or before is None:
+        return {"word": "new", "why": f"before: {absent}" if before else ""}
+    if before.timing and after.timing:
+        throttled = any(record.clocks and record.clocks.throttle for record in (before, after))
+        why = [*mix, *["clocks were throttled"] * throttled]
+        return _change_of_time(before.timing, after.timing, threshold, why)
+    return _change_of_errors(before, after, threshold)
+
+
+def _lacks(record: Record | None) -> str:
+    """Why a row has no number to compare; nothing when it has one."""
+    if record is None:
+        return "no such row"
+    if record.status != "ok":
+        return f"{record.status}: {record.reason}" if record.reason else record.status
+    if record.passed is False:
+        return record.reason or "wrong result"
+    if record.deterministic is False:
+        return "not deterministic"
+    timed = record.timing and record.timing.gpu_ms
+    return "no time" if record.command == "bench" and not timed else ""
+
+
+def _change_of_time(before: Timing, after: Timing, threshold: float, why: list[str]) -> dict[str, Any]:
+    old, new = before.gpu_ms or math.nan, after.gpu_ms or math.nan
+    ratio, limit = new / old, 1 + threshold
+    interval = _interval(before.samples, after.samples)
+    word: Word = "unclear"
+    if interval is None:
+        why = [*why, f"fewer than {MIN_SAMPLES} samples"]
+    elif min(ratio, interval[0]) > limit:
+        word = "slower"
+    elif max(ratio, interval[1]) < 1 / limit:
+        word = "faster"
+    elif 1 / limit <= interval[0] and interval[1] <= limit:
+        word = "same"
+    numbers = {"old": old, "new": new, "ratio": ratio, "interval": interval}
+    return {"word": word, "quantity": "ms", **numbers, "why": ", ".join(why)}
+
+
+def _interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float] | None:
+    """Bootstrap interval of the ratio of medians; the same samples always give the same one."""
+    if min(len(old), len(new)) < MIN_SAMPLES:
+        return None
+    # Here, because both together take most of a second to import.
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    def ratio(a: Any, b: Any, axis: int) -> Any:
+        return np.median(b, axis=axis) / np.median(a, axis=axis)
+
+    # Percentile, not BCa: the jackknife in BCa does not hold for medians.
+    found = bootstrap(
+        (old, new), ratio, method="percentile", confidence_level=CONFIDENCE, n_resamples=RESAMPLES, rng=0
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def _change_of_errors(before: Record, after: Record, threshold: float) -> dict[str, Any]:
+    if before.passed is None or after.passed is None:  # the rule itself diverges there, so errors mean nothing
+        return {"word": "same" if before.passed == after.passed else "unclear", "why": "not judged"}
+    gone = [name for name in before.errors if name not in after.errors]
+    pairs = [(name, error.rel_l2, after.errors[name].rel_l2) for name, error in before.errors.items() if not gone]
+    least = max(NEGLIGIBLE * (after.bound or 0.0), sys.float_info.min)
+    ratios = [
+        (max(new, least) / max(old, least), name, old, new)
+        for name, old, new in pairs
+        if old is not None and new is not None
+    ]
+    if not ratios:
+        return {"word": "unclear" if gone else "same", "why": f"not compared: {', '.join(gone)}" if gone else ""}
+    ratio, name, old, new = max(ratios)
+    word = "worse" if ratio > 1 + threshold else "better" if ratio < 1 / (1 + threshold) else "same"
+    return {"word": word, "quantity": name, "old": old, "new": new, "ratio": ratio}
+
+
+# Conditions
+
+
+def _mixes(old: Run, new: Run) -> dict[Key, dict[Mix, str]]:
+    """Rows that were timed under other conditions, and which these are."""
+    before, after = _rows(old), _rows(new)
+    found: dict[Key, dict[Mix, str]] = {}
+    for key in before.keys() & after.keys():
+        a, b = before[key].timing, after[key].timing
+        if a and b and not _lacks(before[key]) and not _lacks(after[key]):
+            conditions: dict[Mix, tuple[str, str]] = {
+                "l2": (f"{a.l2} L2", f"{b.l2} L2"),
+                "clock": (f"{a.clock} clock", f"{b.clock} clock"),
+                "hardware": (_hardware(old, a), _hardware(new, b)),
+            }
+            found[key] = {name: f"{x} against {y}" for name, (x, y) in conditions.items() if x != y}
+    return found
+
+
+def _hardware(run: Run, timing: Timing) -> str:
+    return run.environment.cpu if timing.clock == "wall" else run.environment.gpu or "unknown GPU"
+
+
+def _refuse(mixes: Mapping[Key, Mapping[Mix, str]]) -> None:
+    if mixes:
+        texts = dict.fromkeys(text for mix in mixes.values() for text in mix.values())
+        names = dict.fromkeys(name for mix in mixes.values() for name in mix)
+        raise UnsupportedError(
+            "times of these runs cannot be compared",
+            given=f"{'; '.join(sorted(texts))} (rows: {len(mixes)}, one is {' '.join(min(mixes))})",
+            do=f"measure again as before, or allow it: {' '.join(f'--allow {name}' for name in sorted(names))}",
+        )
+
+
+# Thresholds
+
+
+def threshold(value: object) -> float:
+    """`"5%"` or `0.05` -> 0.05. Raises ArgumentError."""
+    number = str(value).strip()
+    try:
+        found = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        found = math.nan
+    # A bare 5 is refused, because it is more likely to mean 5% than 500%.
+    if not (0 < found < 1 or (number.endswith("%") and 1 <= found < math.inf)):
+        raise ArgumentError("not a threshold", given=str(value), supported="5%, 0.05, or any other share above 0")
+    return found
+
+
+def read_thresholds(path: Path) -> Thresholds:
+    """Thresholds from a TOML file: `default`, and a table `cases` of ids or patterns. Raises ArgumentError."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ArgumentError("the thresholds file cannot be read", given=f"{path}: {error}") from error
+    cases = content.get("cases", {})
+    unknown = [name for name in content if name not in ("default", "cases")]
+    if unknown or not isinstance(cases, dict):
+        raise ArgumentError(
+            "not a thresholds file",
+            given=f"{path}: {', '.join(unknown) or 'cases is no table'}",
+            supported='default = "5%", and a table [cases] with lines like "hk2-hv8/*" = "8%"',
+        )
+    default = threshold(content.get("default", DEFAULT_THRESHOLD))
+    return Thresholds(default, {pattern: threshold(value) for pattern, value in cases.items()})
+
+
+def calibrate(runs: Sequence[Run]) -> Thresholds:
+    """Thresholds that repeated runs of one build stay below, from how far the medians of each row lie apart.
+
+    Raises ArgumentError unless all are bench runs of one build, UnsupportedError when they were timed under different
+    conditions, NothingToDo when no row has a time in two of them.
+    """
+    builds = dict.fromkeys(
+        f"{_command(run)} of {run.environment.flashqla} ({run.environment.kernel_fingerprint})" for run in runs
+    )
+    if len(runs) < 2 or len(builds) > 1 or _command(runs[0]) != "bench":
+        raise ArgumentError(
+            "calibration takes two or more bench runs of one build", given=f"{len(runs)}: {', '.join(builds)}"
+        )
+    times: dict[Key, list[float]] = {}
+    for run in runs:
+        _refuse({key: mix for key, mix in _mixes(runs[0], run).items() if mix})
+        for key, record in _rows(run).items():
+            if key[1] in judged(run) and record.timing and record.timing.gpu_ms and not _lacks(record):
+                times.setdefault(key, []).append(record.timing.gpu_ms)
+    spreads: dict[str, float] = {}
+    for (case_id, *_), values in times.items():
+        if len(values) > 1:
+            spreads[case_id] = max(spreads.get(case_id, 0.0), max(values) / min(values) - 1)
+    if not spreads:
+        raise NothingToDo("no row has a time in two of these runs")
+    # In whole percent, at least one; rounded first, because 1.3 / 1.0 - 1 is a little over 0.3.
+    needed = {case_id: max(math.ceil(round(100 * MARGIN * spread, 6)), 1) / 100 for case_id, spread in spreads.items()}
+    default = sorted(needed.values())[math.ceil(COVERED * len(needed)) - 1]
+    return Thresholds(default, {case_id: value for case_id, value in needed.items() if value > default})
+
+
+def to_toml(thresholds: Thresholds) -> str:
+    """Thresholds as the file that `read_thresholds` reads."""
+    lines = [f'"{case_id}" = "{value:.0%}"' for case_id, value in thresholds.cases.items()]
+    return "\n".join([f'default = "{thresholds.default:.0%}"', *["", "[cases]"] * bool(lines), *lines]) + "\n"

@@ -1,0 +1,33 @@
+// Which sequence a slot belongs to, and how far back a state remembers.
+namespace flashqla {
+// The sequence that owns a slot, where sequence n has its slots from offsets[n] / granule + n on: the last one that starts at or before it.
+__device__ __forceinline__ int owner(const int* offsets, int step, int sequences, int granule, int slot) {
+  int low = 0, high = sequences;
+  while (high - low > 1) {
+    const int middle = (low + high) >> 1;
+    if (offsets[middle * step] / granule + middle <= slot) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+// The last chunk from which on the decay is below 2^limit, so that a state from before it is forgotten by the end; -1 if there is none.
+// decays: base-2 log of the decay of each chunk. By all lanes of a warp; in every warp the same.
+__device__ __forceinline__ int forgotten_before(const float* decays, long long stride, int chunks, float limit) {
+  const int lane = threadIdx.x & 31;
+  float later = 0.f;
+  for (int end = chunks; end > 0; end -= 32) {
+    const int chunk = end - 1 - lane;
+    float sum = chunk >= 0 ? decays[chunk * stride] : 0.f;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const float up = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += up;
+    }
+    const unsigned found = __ballot_sync(~0u, chunk >= 0 && later + sum < limit);
+    if (found) return end - __ffs(found);
+    later += __shfl_sync(~0u, sum, 31);
+  }
+  return -1;
+}
+}  // namespace flashqla

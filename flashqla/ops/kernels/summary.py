@@ -1,0 +1,185 @@
+"""What a segment of a sequence does to the state that enters it, S -> M S + N, so that segments can run side by side.
+
+    X = K S      U = A (beta V - beta decay X)      S <- decay_C S + (decay_C / decay K)^T U
+    N: from S = 0 (the first segment: from the initial state);   M: from S = 1 with V = 0
+
+Shapes  k [T, hk, 128], v [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records of the inverse kernel; initial_state [N, hv, K, V]
+        ->  states [segments, hv, V, K] fp32 (N^T), transitions [segments, hv, K', K] in the dtype of k (M^T), forgets [segments, hv] int32
+Grid    a CTA per segment, value head, kind (M or N) and 64 of 128 rows; two fit in an SM
+Cost    per chunk and CTA 2.5 products of 64x64x128
+Source  affine in the state, as the recurrence is: Gated Delta Networks, arXiv 2412.06464
+
+A head whose gate forgets has S -> N: then M is not made, and N starts where what came before no longer matters. That is decided here, from the
+gate itself. The first segment needs no M either, and the last one nothing.
+"""
+
+from types import SimpleNamespace
+
+import tilelang
+import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
+
+from flashqla.ops.kernels.common import (
+    BETA,
+    BETA_DECAY,
+    CHUNK,
+    CHUNK_DECAY,
+    FORGOTTEN,
+    HEAD_DIM,
+    HOPPER,
+    KEY_DECAY,
+    MANUAL_ROLES,
+    RECORD,
+    TILE,
+    WARP,
+    WARP_GROUP,
+    cuda,
+)
+
+STAGES = 3
+HALVES = HEAD_DIM // TILE
+KINDS = 2  # M, N
+STATE_END, LOAD_END = WARP_GROUP, WARP_GROUP + WARP
+THREADS = 2 * WARP_GROUP  # registers are handed out to whole warpgroups
+STATE_REGISTERS, LOAD_REGISTERS = 200, 40  # two CTAs an SM
+
+
+@tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
+def build_summary(dtype: str, state_dtype: str):
+    """The kernel for k and v in `dtype` and initial states in `state_dtype`."""
+    tokens, slots, hk, hv, sequences, offsets, segments = (
+        T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "offsets", "segments")
+    )
+    k0, k1, v0, v1, i0, i1, i2, i3 = (T.dynamic(x) for x in ("k0", "k1", "v0", "v1", "i0", "i1", "i2", "i3"))
+
+    @T.macro
+    def run(x, initial_state, states, transitions):
+        S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
+        S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
+        X = T.alloc_fragment((TILE, CHUNK), "float32")
+        V = T.alloc_fragment((TILE, CHUNK), dtype)
+        W = T.alloc_fragment((TILE, CHUNK), dtype)
+        beta = T.alloc_fragment((CHUNK,), "float32")
+        beta_decay = T.alloc_fragment((CHUNK,), "float32")
+        key_decay = T.alloc_fragment((CHUNK,), "float32")
+        T.clear(S)
+        if x.is_transition:
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                S[v, k] = T.if_then_else(x.first_row + v == k, 1.0, 0.0)
+        elif x.from_initial:
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                S[v, k] = T.cast(initial_state[x.sequence, x.head, k, x.first_row + v], "float32")
+        if state_dtype != "float32":  # or ptxas keeps the narrow values, widens them in the loop, and serializes its products
+            T.warpgroup_fence_operand(S, num_regs=TILE * HEAD_DIM // WARP_GROUP)
+        for i in T.unroll(x.count, unroll_factor=1):
+            s = i % STAGES
+            T.copy(S, S_in)
+            T.barrier_wait(x.ready[s], (i // STAGES) & 1)
+            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            T.call_extern("handle", "flashqla::load_transposed", V.data, T.address_of(x.v_smem[s, 0, 0]))
+            T.wait_wgmma(0)
+            T.copy(x.record_smem[s, BETA, :], beta)
+            T.copy(x.record_smem[s, BETA_DECAY, :], beta_decay)
+            for v, t in T.Parallel(TILE, CHUNK):
+                W[v, t] = V[v, t] * beta[t] - X[v, t] * beta_decay[t]
+            T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                S[v, k] = S[v, k] * x.record_smem[s, CHUNK_DECAY, 0]
+            T.copy(x.record_smem[s, KEY_DECAY, :], key_decay)
+            T.wait_wgmma(0)
+            for v, t in T.Parallel(TILE, CHUNK):
+                W[v, t] = X[v, t] * key_decay[t]
+            T.wgmma_gemm(W, x.k_smem[s, :, :], S)
+            T.wait_wgmma(0)
+            T.sync_warp()
+            if x.tx % WARP == 0:
+                T.barrier_arrive(x.free[s])
+        if x.is_transition:
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                transitions[x.segment, x.head, x.first_row + v, k] = S[v, k]
+        else:
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                states[x.segment, x.head, x.first_row + v, k] = S[v, k]
+
+    @T.macro
+    def load(x, k, v, A, records):
+        for i in T.unroll(x.count, unroll_factor=1):
+            s = i % STAGES
+            first = x.bos + i * CHUNK
+            T.barrier_wait(x.free[s], ((i // STAGES) & 1) ^ 1)
+            T.tma_copy(k[first:first + CHUNK, x.k_head, :], x.k_smem[s, :, :], barrier=x.ready[s])
+            if not x.is_transition:
+                T.tma_copy(v[first:first + CHUNK, x.head, x.first_row:x.first_row + TILE], x.v_smem[s, :, :], barrier=x.ready[s])
+            T.tma_copy(A[first:first + CHUNK, x.head, :], x.a_smem[s, :, :], barrier=x.ready[s])
+            T.tma_copy(records[x.slot + i, x.head, :, :], x.record_smem[s, :, :], barrier=x.ready[s])
+            T.barrier_arrive(x.ready[s])
+
+    @T.prim_func
+    def segment_summary(
+        k: T.StridedTensor((tokens, hk, HEAD_DIM), (k0, k1, 1), dtype),
+        v: T.StridedTensor((tokens, hv, HEAD_DIM), (v0, v1, 1), dtype),
+        A: T.Tensor((tokens, hv, CHUNK), dtype),
+        records: T.Tensor((slots, hv, RECORD, CHUNK), "float32"),
+        cu_seqlens: T.Tensor((offsets,), "int32"),
+        initial_state: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (i0, i1, i2, i3), state_dtype),
+        states: T.Tensor((segments, hv, HEAD_DIM, HEAD_DIM), "float32"),
+        transitions: T.Tensor((segments, hv, HEAD_DIM, HEAD_DIM), dtype),
+        forgets: T.Tensor((segments, hv), "int32"),
+        group: T.int32,
+        offset_step: T.int32,
+        segment_chunks: T.int32,
+        has_initial_state: T.int32,
+    ):
+        with T.Kernel(hv, segments, KINDS * HALVES, threads=THREADS) as (head, segment, part):
+            T.import_source(cuda("tiles", "segments"))
+            k_smem = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
+            v_smem = T.alloc_shared((STAGES, CHUNK, TILE), dtype)
+            a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+            record_smem = T.alloc_shared((STAGES, RECORD, CHUNK), "float32")
+            T.annotate_layout({v_smem: make_swizzled_layout(v_smem)})
+            T.annotate_min_blocks_per_sm(2)
+            ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
+            free = T.alloc_barrier([WARP_GROUP // WARP] * STAGES)  # STATE -> LOAD
+            tx = T.get_thread_binding()
+            is_transition = part < HALVES
+            sequence: T.int32 = T.call_extern(
+                "int32", "flashqla::owner", T.address_of(cu_seqlens[0]), offset_step, sequences, segment_chunks * CHUNK, segment
+            )
+            bos: T.int32 = T.max(T.min(cu_seqlens[sequence * offset_step], tokens), 0)
+            eos: T.int32 = T.max(T.min(cu_seqlens[(sequence + 1) * offset_step], tokens), bos)
+            index = T.alloc_var("int32")  # of the segment in its sequence; a variable, or its quotient is computed at every use
+            index = segment - T.truncdiv(bos, segment_chunks * CHUNK) - sequence
+            first: T.int32 = bos + index * segment_chunks * CHUNK
+            slot: T.int32 = bos // CHUNK + sequence + index * segment_chunks
+            T.pdl_sync()  # until what the inverse kernel wrote is there
+            T.pdl_trigger()
+            if first + segment_chunks * CHUNK < eos:  # not the last one, so it is whole
+                start: T.int32 = T.call_extern(
+                    "int32", "flashqla::forgotten_before", T.address_of(records[slot, head, CHUNK_DECAY, 1]), hv * RECORD * CHUNK, segment_chunks, FORGOTTEN
+                )
+                # The first segment starts from a state that is known: nothing is left to multiply.
+                known: T.int32 = T.if_then_else(T.Or(start >= 0, index == 0), 1, 0)
+                skip: T.int32 = T.max(start, 0)
+                if part == HALVES:
+                    if tx == 0:
+                        forgets[segment, head] = known
+                x = SimpleNamespace(
+                    k_smem=k_smem, v_smem=v_smem, a_smem=a_smem, record_smem=record_smem, ready=ready, free=free, tx=tx,
+                    sequence=sequence, segment=segment, head=head, k_head=T.truncdiv(head, group), first_row=(part % HALVES) * TILE,
+                    bos=first + skip * CHUNK, slot=slot + skip, count=segment_chunks - skip, is_transition=is_transition,
+                    from_initial=T.And(T.And(index == 0, start <= 0), has_initial_state != 0),
+                )
+                if is_transition:  # V = 0
+                    for stage, t, column in T.Parallel(STAGES, CHUNK, TILE):
+                        v_smem[stage, t, column] = 0
+                    T.sync_threads()
+                if T.Or(part >= HALVES, known == 0):
+                    if tx < STATE_END:
+                        T.inc_max_nreg(STATE_REGISTERS)
+                        run(x, initial_state, states, transitions)
+                    else:
+                        T.dec_max_nreg(LOAD_REGISTERS)
+                        if tx < LOAD_END:
+                            load(x, k, v, A, records)
+
+    return segment_summary

@@ -1,0 +1,245 @@
+"""Runs -> one page to look at: HTML with plots that needs nothing from the net, or Markdown for a pull request.
+
+A page has a section per run; runs are never merged, because times of two runs are no comparison.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import pairwise
+from statistics import geometric_mean, median
+from typing import NamedTuple
+
+from flashqla import plots
+from flashqla.plots import HEAT
+from flashqla.records import Record, Run, went_wrong
+from flashqla.tables import Page, Table, bench_page, blocks, columns, markdown, page, reached, speedups
+
+CAPTIONS = {
+    "latency": (
+        "Latency against tokens",
+        "Both axes are logarithmic. Lines join single sequences; hollow points, moved to the right a little, are "
+        "several sequences packed into one row. Wrong results are left out.",
+    ),
+    "speedup": (
+        "Speed-up",
+        "Time of the peer over ours, a line per head count and a column per layout. Above 1, ours is the faster one. "
+        "A dash: no time, or a wrong result.",
+    ),
+    "floor": (
+        "Percent of the floor",
+        "The least possible time over the measured one: 100 is as fast as the measured ceilings of the device allow.",
+    ),
+    "accuracy": (
+        "Accuracy against peers",
+        "Relative L2 error of every case against the float64 recurrence, on a logarithmic axis, in the order of our "
+        "error. Lower is more exact, and below the bound a result passes. An error of exactly 0 has no point.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number to remember of a run."""
+
+    value: str
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Rows that have the same thing to tell."""
+
+    backend: str
+    what: str
+    reason: str
+    hint: str
+    bad: bool  # rather than merely absent
+    cases: list[str]
+
+
+@dataclass(frozen=True)
+class Plot:
+    name: str
+    title: str
+    caption: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """One run, ready for the template."""
+
+    title: str
+    interrupted: bool
+    facts: dict[str, str]
+    tiles: list[Tile]
+    troubles: list[Trouble]
+    plots: list[Plot]
+    tables: list[Table]
+    notes: list[str]
+
+
+class Noted(NamedTuple):
+    """A cell or a note, and the number of its footnote."""
+
+    text: str
+    number: str
+
+
+def html(runs: Sequence[Run]) -> str:
+    """The page as one HTML file, light or dark as its reader's system is.
+
+    Raises EnvironmentProblem without the packages of extra report.
+    """
+    plots.need("jinja2", "matplotlib")
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"tone": _tone, "note": _noted, "footnote": _footnote}
+    sections = [_section(run, {name: Markup(svg) for name, svg in plots.inline(run).items()}) for run in runs]
+    template = environment.from_string(files("flashqla").joinpath("report.html").read_text(encoding="utf-8"))
+    edges = [f"{edge:g}" for edge in HEAT]
+    ranges = [f"below {edges[0]}", *map("-".join, pairwise(edges)), f"above {edges[-1]}"]
+    return template.render(
+        title=sections[0].title if len(sections) == 1 else "flashqla report",
+        sections=sections,
+        light=plots.variables(plots.LIGHT),
+        dark=plots.variables(plots.DARK),
+        heats={f"heat{level}": text for level, text in enumerate(ranges)},
+    )
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """The page as Markdown, for a pull request or a job summary: the outcome in sight, all rows folded away."""
+    return "\n".join(_digest(run) for run in runs)
+
+
+def _digest(run: Run) -> str:
+    full = _page(run)
+    facts = {name: fact for name, fact in full.facts.items() if name != "cpu" or run.environment.gpu is None}
+    outcome = [f"{tile.value} {tile.what}" + f" ({tile.detail})" * bool(tile.detail) for tile in _tiles(run, full)]
+    notes = ["interrupted: these are the rows that were finished"] * run.interrupted
+    notes += [f"{_words(trouble)}: {_some(trouble.cases)}" for trouble in _troubles(run)]
+    rows = markdown(Page("All rows", {}, full.tables, full.notes))
+    top = markdown(Page(_title(run), facts, _means(run), notes, outcome))
+    return f"{top}\n<details><summary>All rows</summary>\n\n{rows}\n</details>\n"
+
+
+def _some(cases: Sequence[str], most: int = 3) -> str:
+    rest = f" and {len(cases) - most} more" if len(cases) > most else ""
+    return ", ".join(cases[:most]) + rest
+
+
+def _words(trouble: Trouble) -> str:
+    hint = f" (hint: {trouble.hint})" if trouble.hint else ""
+    return f"{trouble.backend}: {trouble.what}" + f", {trouble.reason}" * bool(trouble.reason) + hint
+
+
+def _section(run: Run, drawn: Mapping[str, str]) -> Section:
+    full = _page(run)
+    command = {"command": " ".join(["flashqla", *run.argv])} if run.argv else {}
+    return Section(
+        title=_title(run),
+        interrupted=run.interrupted,
+        facts=full.facts | command,
+        tiles=_tiles(run, full),
+        troubles=_troubles(run),
+        plots=[Plot(name, *CAPTIONS[name], svg) for name, svg in drawn.items()],
+        tables=full.tables,
+        notes=full.notes,
+    )
+
+
+def _page(run: Run) -> Page:
+    return page(run) if run.kind.startswith("verify") else bench_page(run, roofline=True)
+
+
+def _title(run: Run) -> str:
+    return f"flashqla {run.kind.replace('-', ' ')} on {run.environment.gpu or run.environment.cpu}"
+
+
+def _tiles(run: Run, full: Page) -> list[Tile]:
+    if full.summary:  # "fla: 3 passed, 1 failed, 2 missing"
+        counts = [line.partition(": ")[::2] for line in full.summary]
+        return [Tile(rest.partition(", ")[0], name, rest.partition(", ")[2]) for name, rest in counts]
+    ours, *peers = columns(run)
+    rows = [speedups(row, ours, peers) for _, rows in blocks(run) for row in rows]
+    tiles = []
+    for name in peers:
+        if ratios := [row[name] for row in rows if name in row]:
+            wins = sum(ratio > 1 for ratio in ratios)
+            detail = f"{min(ratios):.2f}x to {max(ratios):.2f}x; faster in {wins} of {len(ratios)} rows"
+            tiles.append(Tile(f"{geometric_mean(ratios):.2f}x", f"the speed of {name}, geometric mean", detail))
+    if percents := _percents(run, [record for record in run.records if record.backend == ours]):
+        detail = f"{min(percents):.0f}% to {max(percents):.0f}%, {len(percents)} rows"
+        tiles.append(Tile(f"{median(percents):.0f}%", "of the floor, median", detail))
+    return tiles
+
+
+def _percents(run: Run, records: Sequence[Record]) -> list[float]:
+    found = [reached(record, run.environment.gpu) for record in records]
+    return [rates.percent for rates in found if rates and rates.percent is not None]
+
+
+def _means(run: Run) -> list[Table]:
+    """A row per head count: the geometric mean of each ratio, and the median percent of the floor."""
+    ours, *peers = columns(run)
+    if run.kind.startswith("verify") or not run.records:
+        return []
+    rows = []
+    for title, block in blocks(run):
+        ratios = [speedups(row, ours, peers) for row in block]
+        found = {name: [row[name] for row in ratios if name in row] for name in peers}
+        percents = _percents(run, [row[ours] for row in block if ours in row])
+        means = [f"{geometric_mean(values):.2f}x" if values else "-" for values in found.values()]
+        rows.append([title, str(len(block)), *means, f"{median(percents):.0f}%" if percents else "-"])
+    head = ["heads", "rows", *(f"speed / {name}" for name in peers), "of floor, median"]
+    return [Table([head], rows)]
+
+
+def _troubles(run: Run) -> list[Trouble]:
+    """Records that are missing, failed, wrong or throttled, by what they have to tell; the wrong ones of ours first."""
+    groups: dict[tuple[object, ...], Trouble] = {}
+    for record in run.records:
+        for what in _complaints(record):
+            bad = went_wrong(record) and not what.startswith("throttled")
+            reason = record.reason if record.reason and record.reason != what else ""
+            facts = (record.backend, what, reason, record.hint or "", bad)
+            groups.setdefault(facts, Trouble(*facts, cases=[])).cases.append(record.case_id)
+    order = columns(run)
+    return sorted(groups.values(), key=lambda trouble: (not trouble.bad, order.index(trouble.backend)))
+
+
+def _complaints(record: Record) -> list[str]:
+    throttle = record.clocks.throttle if record.clocks else []
+    return [
+        *[record.status] * (record.status != "ok"),
+        *["wrong result"] * (record.status == "ok" and record.passed is False),
+        *["not deterministic"] * (record.deterministic is False),
+        *[f"throttled by {', '.join(throttle)}"] * bool(throttle),
+    ]
+
+
+def _tone(text: str) -> str:
+    """Class of a cell: the colour of a ratio, or that of something wrong or absent."""
+    if re.fullmatch(r"\d+\.\d\dx", text):
+        return plots.heat(float(text[:-1]))
+    if "!" in text or "WRONG" in text or "not deterministic" in text:
+        return "bad"
+    return "muted" if text == "-" or text.startswith("n/a") else ""
+
+
+def _noted(text: str) -> Noted:
+    """`n/a[3]` -> n/a and 3."""
+    found = re.fullmatch(r"(.*)\[(\d+)\]", text)
+    return Noted(*found.groups()) if found else Noted(text, "")
+
+
+def _footnote(text: str) -> Noted:
+    """`[3] fla: missing` -> the text and 3."""
+    found = re.fullmatch(r"\[(\d+)\] (.*)", text, re.DOTALL)
+    return Noted(found[2], found[1]) if found else Noted(text, "")

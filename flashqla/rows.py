@@ -1,0 +1,332 @@
+"""One case of `bench` or `verify`: its rows, what decides their status, and the checks behind that.
+
+Whatever goes wrong with a backend is the status of its record, with a reason.
+"""
+
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+import torch
+
+from flashqla import accuracy, measure
+from flashqla import inputs as drawing
+from flashqla.backends import Backend, Call
+from flashqla.cases import Case
+from flashqla.device import PEERS, Clocks
+from flashqla.errors import UnsupportedError
+from flashqla.inputs import Inputs
+from flashqla.records import Record, Status, TensorErrors, Timing
+from flashqla.worker import Lost, Watch
+
+Command = Literal["bench", "verify"]
+
+POISON_BYTES = 256 * 2**20  # more than the outputs and scratch memory of a hard case
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of one of the two commands."""
+
+    command: Command
+    cases: tuple[Case, ...]
+    backends: tuple[Backend, ...]
+    device: str
+    seed: int
+    config: measure.Config
+    compile_ahead: bool
+
+
+@dataclass
+class Row:
+    """A record in the making."""
+
+    case: Case
+    backend: Backend
+    command: Command
+    seed: int
+    status: Status | None = None  # None until something decides it
+    reason: str | None = None
+    hint: str | None = None
+    timing: Timing | None = None
+    errors: dict[str, TensorErrors] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    bound: float | None = None
+    passed: bool | None = None
+    deterministic: bool | None = None
+    kernels: list[str] = field(default_factory=list)
+    compile_s: float | None = None
+    clocks: Clocks | None = None
+    broke_gpu: bool = False  # its error may have come from the device, and ended the CUDA context for all
+
+    def able(self) -> bool:
+        """Whether the backend can run the case here; if not, the status is decided."""
+        if reason := self.backend.missing():
+            self.status, self.reason, self.hint = "missing", reason, self.backend.hint
+        elif reason := self.backend.unsupported(self.case, "fwd"):
+            self.refuse(reason)
+        return self.status is None
+
+    def prepare(self, inputs: Inputs, watch: Watch) -> Call | None:
+        """The call to measure or check, or None with the status decided."""
+        watch.compiling(self.backend.name, f"compiling {self.backend.name} for {self.case.id}")
+        begin = time.perf_counter()
+        try:
+            call = self.backend.prepare(inputs, "fwd")
+            self.compile_s = time.perf_counter() - begin
+            self.kernels = self.backend.kernels(inputs)
+        except Exception as error:  # any backend's failure is a row, not the end of the run
+            self.fail(error)
+            return None
+        finally:
+            watch.running(None, self.case.id)
+        return call
+
+    def compare(self, call: Call, right: accuracy.Truth, inputs: Inputs, before: Mapping[str, torch.Tensor]) -> None:
+        """Run twice on poisoned memory, and note errors and broken promises."""
+        if inputs.v.is_cuda:
+            _poison()
+        first = accuracy.snapshot(call())
+        self.deterministic = accuracy.same(first, call())
+        self.errors = accuracy.errors(first, right.outputs, self.case.tokens)
+        self.problems = accuracy.contract(first, inputs) if self.backend.contract else []
+        if not self.deterministic:
+            self.problems.append("two runs differ")
+        tensors = inputs.tensors()
+        if not accuracy.same(before, tensors):
+            self.problems.append("it changed its inputs")
+            for name, original in before.items():  # the next backend needs them
+                tensors[name].copy_(original)
+
+    def fail(self, error: BaseException) -> None:
+        self.status, self.reason = _status(error)
+        self.broke_gpu = "cuda" in str(error).lower()  # as torch, Triton and TVM all say, each in its own way
+        if self.status == "failed":
+            log.warning("%s on %s failed", self.backend.name, self.case.id, exc_info=error)
+
+    def refuse(self, reason: str) -> None:
+        self.status, self.reason = "unsupported", reason
+
+    def note(self, text: str | None) -> None:
+        """Add something that a reader of the record should know."""
+        if text:
+            self.reason = f"{self.reason}; {text}" if self.reason else text
+
+    def judge(self, passed: bool | None, why: str | None) -> None:
+        self.status, self.passed = "ok", passed
+        self.note(why)
+
+    def record(self) -> Record:
+        return Record.of(
+            self.case,
+            backend=self.backend.name,
+            direction="fwd",
+            command=self.command,
+            status=self.status or "interrupted",
+            seed=self.seed,
+            reason=self.reason,
+            hint=self.hint,
+            timing=self.timing,
+            errors=self.errors,
+            bound=self.bound,
+            passed=self.passed,
+            deterministic=self.deterministic,
+            kernels=list(dict.fromkeys(self.kernels)),
+            compile_s=self.compile_s,
+            clocks=self.clocks,
+        )
+
+
+def rows_of(job: Job, case: Case, names: Sequence[str]) -> dict[str, Row]:
+    return {b.name: Row(case, b, job.command, job.seed) for b in job.backends if b.name in names}
+
+
+def decide(
+    job: Job,
+    case: Case,
+    rows: dict[str, Row],
+    known: Sequence[Record],
+    watch: Watch,
+    lost: Lost | None = None,
+) -> Lost | None:
+    """Decide the rows of a case. Returns what ended this process's GPU, if anything did; `lost`: what did before."""
+    one = _bench_case if job.command == "bench" else _verify_case
+    watch.running(None, case.id)
+    with torch.no_grad():
+        able = {}
+        for name, row in rows.items():
+            watch.compiling(name, "")  # finding out imports a peer, which takes as long
+            if row.able():
+                able[name] = row
+        watch.running(None)
+        if lost:
+            for row in able.values():
+                row.status, row.reason = "failed", f"the GPU was lost in an earlier case: {lost.reason}"
+            return None
+        culprit = _guarded(one, job, case, able, known, watch) if able else None
+        watch.running(None)
+        reason = _lost_gpu(able)
+        return Lost("failed", reason, culprit) if reason else None
+
+
+def _guarded(
+    one: Callable[..., None],
+    job: Job,
+    case: Case,
+    rows: dict[str, Row],
+    known: Sequence[Record],
+    watch: Watch,
+) -> str | None:
+    """Run `one`, whatever it raises. Returns the backend whose error came first from the device, if one did."""
+    culprit = None
+    try:
+        one(job, case, rows, known, watch)
+    except Exception as error:  # what concerns all rows: no memory for the inputs or the truth, a device error
+        culprit = watch.now
+        for row in rows.values():
+            if row.status is None:
+                row.fail(error)
+                row.broke_gpu = False
+    if any(row.status in ("failed", "oom") for row in rows.values()):
+        gc.collect()  # tracebacks hold tensors in cycles; collecting after every case would take longer than the cases
+    free_memory()
+    return next((name for name, row in rows.items() if row.broke_gpu), culprit)
+
+
+def _lost_gpu(rows: Mapping[str, Row]) -> str | None:
+    """Why the GPU of this process can run nothing any more, None if it can. Some errors end a CUDA context for good."""
+    if not torch.cuda.is_initialized() or all(row.status != "failed" for row in rows.values()):
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return first_line(error)
+    return None
+
+
+def _bench_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Record], watch: Watch) -> None:
+    inputs = drawing.make(case, job.seed, job.device)
+    before = accuracy.snapshot(inputs.tensors())
+    calls = {name: call for name, row in rows.items() if (call := row.prepare(inputs, watch))}
+    uncapturable = [name for name, row in rows.items() if not row.backend.capturable]
+    readings = measure.interleaved(calls, job.config, job.device, uncapturable=uncapturable, turn=watch.running)
+    watch.running(None)
+    heads = accuracy.some_heads(inputs)
+    right = accuracy.quick_truth(inputs, heads) if calls else {}
+    unstable = accuracy.instability(inputs)
+    changed = None if accuracy.same(before, inputs.tensors()) else "a backend of this row changed the inputs"
+    for name, reading in readings.by_name.items():
+        row = rows[name]
+        if reading.error is not None:
+            row.fail(reading.error)
+            continue
+        row.timing, row.clocks = reading.timing, readings.clocks
+        row.kernels += reading.kernels
+        row.note(reading.note)
+        row.note(unstable)
+        row.bound = accuracy.CHECK
+        try:
+            row.errors = accuracy.errors(accuracy.heads_of(reading.outputs, heads), right, case.tokens)
+        except (KeyError, ValueError) as error:
+            row.judge(False, f"wrong result: {error}")
+            continue
+        good = not changed and accuracy.within(row.errors, dict.fromkeys(right, accuracy.CHECK))
+        row.judge(None if unstable else good, None if good or unstable else changed or "wrong result")
+
+
+def _verify_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Record], watch: Watch) -> None:
+    with _one_thread():
+        inputs = drawing.make(case, job.seed, job.device)
+        before = accuracy.snapshot(inputs.tensors())
+        right = accuracy.truth(inputs)
+        for name, row in rows.items():
+            if row.backend.exact and not right.recurrence:
+                row.refuse(f"{max(case.lengths)} tokens in a sequence are too many for the recurrence to prove it by")
+            elif call := row.prepare(inputs, watch):
+                try:
+                    watch.running(name)
+                    row.compare(call, right, inputs, before)
+                except Exception as error:  # any backend's failure is a row, not the end of the run
+                    row.fail(error)
+        watch.running(None)
+
+        reference = cache(lambda: accuracy.reference_errors(inputs, right))
+        compared = {name: row for name, row in rows.items() if row.status is None}
+        peers = [row.errors for name, row in compared.items() if name in PEERS]
+        peers += [record.errors for record in known if record.backend in PEERS and record.status == "ok"]
+        for name, row in compared.items():
+            if row.backend.exact:
+                allowed = dict.fromkeys(right.outputs, accuracy.EXACT)
+            else:
+                allowed = accuracy.bounds(row.errors, [] if name in PEERS else peers, reference)
+            row.bound = accuracy.nearest(row.errors, allowed)
+            if not accuracy.within(row.errors, allowed) and not right.unstable:
+                row.problems.insert(0, f"off the {right.name}")
+            row.note(right.unstable)
+            row.note(None if right.recurrence else f"truth: {right.name}")
+            row.judge(None if right.unstable and not row.problems else not row.problems, "; ".join(row.problems))
+
+
+def _status(error: BaseException) -> tuple[Status, str]:
+    """Status and reason of a row that ended in an error."""
+    text = f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError) or "out of memory" in text.lower():
+        return "oom", " ".join(str(error).split())  # torch names the bytes asked for, and those free
+    if isinstance(error, UnsupportedError | NotImplementedError):
+        return "unsupported", text
+    return "failed", text
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def free_memory() -> None:
+    if torch.cuda.is_initialized():
+        with suppress(RuntimeError):  # of a GPU that is lost
+            torch.cuda.empty_cache()
+
+
+def _poison() -> None:
+    """Fill the memory that the next call will get with NaN, so that reading what was never written shows."""
+    torch.cuda.empty_cache()
+    blocks = [torch.full((POISON_BYTES // 4,), torch.nan, device="cuda")]
+    blocks += [
+        torch.full((2**16,), torch.nan, device="cuda") for _ in range(64)
+    ]  # blocks under 1 MB have their own pool
+    del blocks
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """PyTorch on one CPU thread: cases to verify are small, and sharing them out takes longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def stdout_is_stderr() -> Iterator[None]:
+    """Point descriptor 1 at stderr: compilers and peers print there, child processes included."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)

@@ -1,0 +1,193 @@
+"""Verdicts of a comparison, for people and for machines: text, Markdown, JSON, JUnit XML, GitHub annotations."""
+
+import json as json_text
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from xml.etree import ElementTree
+
+from flashqla.compare import CONFIDENCE, REGRESSIONS, WORDS, Verdict, changes
+from flashqla.records import Run
+from flashqla.tables import Page, Table
+from flashqla.tables import markdown as page_markdown
+from flashqla.tables import text as page_text
+
+Render = Callable[[Run, Run, Sequence[Verdict], bool], str]
+
+
+def text(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = False) -> str:
+    """A line per row, worst first, and a count per backend. Rows that stayed the same only with `everything`."""
+    return page_text(_page(old, new, verdicts, everything))
+
+
+def markdown(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = False) -> str:
+    """The same for a pull request or a job summary, counts first."""
+    return page_markdown(_page(old, new, verdicts, everything))
+
+
+def json(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = False) -> str:
+    """All rows with all numbers, and what is known of both runs."""
+    runs = {name: run.model_dump(mode="json", exclude={"records"}) for name, run in (("old", old), ("new", new))}
+    counts = {backend: dict(count) for backend, count in _counts(verdicts).items()}
+    return json_text.dumps({**runs, "counts": counts, "rows": [asdict(row) for row in verdicts]}, indent=2) + "\n"
+
+
+def junit(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = False) -> str:
+    """A test case per row. One that counts and got worse is a failure; one that could not be compared is skipped."""
+    failures = [row for row in verdicts if row.counts and row.word in REGRESSIONS]
+    skipped = [row for row in verdicts if row.word in ("missing", "unclear")]
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"flashqla compare {new.kind}",
+        tests=str(len(verdicts)),
+        failures=str(len(failures)),
+        errors="0",
+        skipped=str(len(skipped)),
+        timestamp=new.started.isoformat(),
+    )
+    for row in verdicts:
+        case = ElementTree.SubElement(suite, "testcase", classname=row.backend, name=f"{row.case_id} {row.direction}")
+        message = _legal(_message(row))
+        if row in failures:
+            ElementTree.SubElement(case, "failure", type=row.word, message=message).text = message
+        elif row in skipped:
+            ElementTree.SubElement(case, "skipped", message=message)
+        else:
+            ElementTree.SubElement(case, "system-out").text = message
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def github(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = False) -> str:
+    """Workflow commands of GitHub Actions: errors for what fails the gate, warnings for what could not be compared."""
+    lines = [f"::notice title=flashqla compare::{_data('; '.join(_summary(verdicts)))}"]
+    for row in verdicts:
+        regressed = row.word in REGRESSIONS
+        if regressed or row.word in ("missing", "unclear"):
+            level = "error" if regressed and row.counts else "warning"
+            title = _data(f"{row.backend} {row.word}").replace(":", "%3A").replace(",", "%2C")
+            lines.append(f"::{level} title={title}::{_data(f'{row.case_id}: {_message(row)}')}")
+    return "\n".join(lines) + "\n"
+
+
+FORMATS: Mapping[str, Render] = {
+    "text": text,
+    "markdown": markdown,
+    "json": json,
+    "junit": junit,
+    "github": github,
+}
+
+
+def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> Page:
+    rows = [row for row in verdicts if everything or row.word != "same"]
+    timed = new.kind.startswith("bench")
+    unit = "ms" if timed else "error"
+    head = ["case", "backend", f"old {unit}", f"new {unit}", "ratio", *["interval"] * timed, "verdict", "note"]
+    cells = [
+        [
+            row.case_id,
+            row.backend,
+            _number(row, row.old),
+            _number(row, row.new),
+            _ratio(row),
+            *[_interval(row)] * timed,
+            row.word,
+            _note(row),
+        ]
+        for row in rows
+    ]
+    hidden = len(verdicts) - len(rows)
+    legend = [
+        *[
+            "ratio: median time, new / old. "
+            f"interval: where a bootstrap of the samples puts it, with {CONFIDENCE:.0%} confidence.",
+            "slower, faster: ratio and interval lie beyond the threshold. same: both lie within. unclear: neither.",
+        ]
+        * timed,
+        *["error: relative L2, of the output whose error grew most. worse, better: beyond the threshold."]
+        * (not timed),
+        f"Thresholds: {_thresholds(verdicts)}.",
+        *["Rows of peers are shown and fail nothing."] * any(not row.counts for row in verdicts),
+        *[f"Rows that stayed the same are not listed: {hidden} (--all lists them)."] * bool(hidden),
+    ]
+    facts = {"old": _identity(old), "new": _identity(new), "changed": ", ".join(changes(old, new)) or "nothing"}
+    words = (1, len(head) - 2, len(head) - 1)
+    return Page(
+        f"flashqla compare {new.kind.replace('-', ' ')}",
+        facts,
+        [Table([head], cells, left=(0, *words))] if rows else [],
+        legend,
+        _summary(verdicts),
+    )
+
+
+def _identity(run: Run) -> str:
+    if not run.records:
+        return "no rows"
+    env = run.environment
+    revision = f" (git {env.git_revision})" if env.git_revision else ""
+    where = env.gpu or env.cpu
+    interrupted = ", interrupted" if run.interrupted else ""
+    return (
+        f"{run.started.isoformat()}, flashqla {env.flashqla}{revision}, {where}, {len(run.records)} rows{interrupted}"
+    )
+
+
+def _counts(verdicts: Sequence[Verdict]) -> dict[str, Counter[str]]:
+    counts: dict[str, Counter[str]] = {}
+    for row in verdicts:
+        counts.setdefault(row.backend, Counter())[row.word] += 1
+    return counts
+
+
+def _summary(verdicts: Sequence[Verdict]) -> list[str]:
+    """A line per backend, those that count first."""
+    peers = {row.backend for row in verdicts if not row.counts}
+    return [
+        f"{backend}{' (a peer)' if backend in peers else ''}: "
+        + ", ".join(f"{count[word]} {word}" for word in WORDS if count[word])
+        for backend, count in _counts(verdicts).items()
+    ] or ["no rows"]
+
+
+def _message(row: Verdict) -> str:
+    """A verdict in one line."""
+    change = f"{_number(row, row.old)} -> {_number(row, row.new)}" if row.old is not None else ""
+    interval = f"interval {_interval(row)}" if row.interval else ""
+    parts = [row.word, f"{change} {row.quantity}".strip(), _ratio(row), interval, row.why]
+    return ", ".join(part for part in parts if part)
+
+
+def _number(row: Verdict, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if row.quantity == "ms" else f"{value:.2e}"
+
+
+def _ratio(row: Verdict) -> str:
+    return "" if row.ratio is None else f"{row.ratio:.3f}x"
+
+
+def _interval(row: Verdict) -> str:
+    return f"{row.interval[0]:.3f}-{row.interval[1]:.3f}" if row.interval else ""
+
+
+def _note(row: Verdict) -> str:
+    tensor = row.quantity if row.quantity != "ms" else ""
+    return ", ".join(part for part in (tensor, " ".join(row.why.split())) if part)
+
+
+def _thresholds(verdicts: Sequence[Verdict]) -> str:
+    return ", ".join(f"{share:.3g}%" for share in sorted({100 * row.threshold for row in verdicts})) or "none"
+
+
+def _legal(words: str) -> str:
+    """Without the control characters that XML has no way to write; messages of compilers have some."""
+    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]", "", words)
+
+
+def _data(words: str) -> str:
+    """Escaped as GitHub's workflow commands ask for."""
+    return words.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

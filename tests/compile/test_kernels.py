@@ -1,0 +1,236 @@
+"""Every forward kernel, built for sm_90a without a GPU: does it keep to its budget, and is all of it there?
+
+TileLang lowers each kernel and calls nvcc on it once; ptxas reports registers, spills and what it gave up on, nvdisasm
+shows the instructions. Tests on a GPU see neither spills nor products that wait for each other: results stay right, and
+only the time is lost.
+"""
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import files
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from flashqla import device
+
+pytestmark = pytest.mark.skipif(
+    device.nvcc() is None, reason="no CUDA compiler: neither nvcc on PATH nor the wheel nvidia-cuda-nvcc (extra nvcc)"
+)
+
+FORWARD = {  # v_tile, dtype, state_dtype, output_h. Variants have v_tile 128, which is short of registers.
+    "128-bf16": (128, "bfloat16", "float32", False),
+    "128-fp16": (128, "float16", "float32", False),
+    "64-bf16": (64, "bfloat16", "float32", False),
+    "64-fp16": (64, "float16", "float32", False),
+    "128-bf16-state": (128, "bfloat16", "bfloat16", False),
+    "128-fp16-state": (128, "float16", "float16", False),
+    "128-bf16-h": (128, "bfloat16", "float32", True),
+}
+INVERSE = {  # dtype, g_dtype, beta_dtype, l2norm
+    "bf16": ("bfloat16", "float32", "float32", False),
+    "fp16": ("float16", "float32", "float32", False),
+    "bf16-norm": ("bfloat16", "float32", "float32", True),
+    "fp16-norm": ("float16", "float32", "float32", True),
+    "16-bit-gates": ("bfloat16", "bfloat16", "float16", False),
+}
+SUMMARY = {  # dtype, state_dtype
+    "bf16": ("bfloat16", "float32"),
+    "bf16-state": ("bfloat16", "bfloat16"),
+    "fp16-state": ("float16", "float16"),
+}
+
+SM_REGISTERS, SM_SMEM, RESERVED_SMEM = 65536, 233472, 1024  # Hopper; of shared memory, each CTA has a part reserved
+WARP, WARP_GROUP = 32, 128
+
+
+@dataclass(frozen=True)
+class Built:
+    source: str  # CUDA, the kernel alone, white space squeezed
+    report: str  # of ptxas
+    code: str  # SASS
+    threads: int
+    registers: int  # of a thread at the start, handed out in eights
+    smem: int  # bytes of a CTA, without those reserved
+
+    @property
+    def opcodes(self) -> Counter[str]:
+        """How often each instruction stands in the code, modifiers left out."""
+        return Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]*)", self.code))
+
+
+def build(kernel: str, *arguments: int | str | bool) -> Built:
+    import tilelang
+    from tilelang.jit import JITKernel  # below the caches of tilelang.jit: what lies there comes without a report
+
+    builder = getattr(import_module(f"flashqla.ops.kernels.{kernel}"), f"build_{kernel}")
+    log = BufferingHandler(capacity=10_000)
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILELANG_CACHE_DIR", folder)
+        patch.setenv("TILELANG_VERBOSE", "1")  # asks ptxas for its report, and logs it
+        tilelang.logger.addHandler(log)
+        try:
+            built = JITKernel(builder.get_tir(*arguments), target=builder.target, pass_configs=builder.pass_configs)
+        finally:
+            tilelang.logger.removeHandler(log)
+        (cubin,) = Path(folder).rglob("*.cubin")
+        code = disassemble(cubin)
+    report = "\n".join(record.getMessage() for record in log.buffer)
+    source = built.get_kernel_source()
+    (function,) = built.artifact.device_mod.functions.values()
+    (registers,), (static_smem,) = (
+        [int(n) for n in re.findall(pattern, report)] for pattern in (r"Used (\d+) registers", r"(\d+) bytes smem")
+    )
+    return Built(
+        source=" ".join(source[source.index("__launch_bounds__") :].split()),
+        report=report,
+        code=code,
+        threads=int(function.attrs["thread_extent"]["threadIdx.x"]),
+        registers=-(-registers // 8) * 8,
+        smem=static_smem + int(function.attrs["dyn_shared_memory_buf"]),
+    )
+
+
+def disassemble(cubin: Path) -> str:
+    (nvdisasm,) = (file.locate() for file in files("nvidia-cuda-nvdisasm") or () if file.name == "nvdisasm")
+    command = [str(nvdisasm), "--print-code", str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# A test per kernel, not per kernel and property: workers of pytest-xdist would build the same kernel side by side.
+@pytest.mark.parametrize("arguments", FORWARD.values(), ids=FORWARD)
+def test_forward(arguments: tuple[int, str, str, bool]) -> None:
+    built = build("forward", *arguments)
+    v_tile, _, _, output_h = arguments
+    groups = v_tile // 64
+    state, score, service = import_module("flashqla.ops.kernels.forward").REGISTERS[groups]
+    assert_nothing_was_given_up(built)
+    assert_fits(built, 1, [state] * groups + [score, service])
+    assert_forward_instructions(built, groups)
+    assert_forward_stores_and_publishes(built, groups, output_h)
+
+
+@pytest.mark.parametrize("arguments", INVERSE.values(), ids=INVERSE)
+def test_inverse(arguments: tuple[str, str, str, bool]) -> None:
+    built = build("inverse", *arguments)
+    *_, l2norm = arguments
+    assert_nothing_was_given_up(built)
+    assert_fits(built, 3 if l2norm else 4)  # the norms take 16 KB for queries
+    assert_inverse_instructions(built, l2norm)
+    assert_inverse_stores_and_publishes(built)
+
+
+@pytest.mark.parametrize("arguments", SUMMARY.values(), ids=SUMMARY)
+def test_summary(arguments: tuple[str, str]) -> None:
+    built = build("summary", *arguments)
+    assert_nothing_was_given_up(built)
+    assert_fits(built, 2, [200, 40])
+    assert built.opcodes["HGMMA"] == 8 + 4 + 4  # K S, A W and K^T U
+    assert built.opcodes["LDSM"] == 4  # v
+    assert built.opcodes["UTMALDG"] == 2 + 1 + 1 + 1  # k, v, A, record
+    ends, (state, load) = split_roles(built)
+    assert ends == [WARP_GROUP, WARP_GROUP + WARP]
+    assert [state.count(f"*)({name} + ") for name in ("transitions", "states")] == [1, 1]
+    assert load.count("tma_load(") == 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scan(dtype: str) -> None:
+    built = build("scan", dtype)
+    assert_nothing_was_given_up(built)
+    assert_fits(built, 1)
+    assert built.opcodes["HGMMA"] == 8  # M S
+    assert built.opcodes["UTMALDG"] == 2  # M
+    assert built.opcodes["BAR"] == built.source.count("__syncthreads()") == 1
+    ends, (state_and_load,) = split_roles(built)
+    assert ends == [WARP_GROUP]
+    assert re.search(in_order("tl::wgmma_rs<", "*)(states + ", "else", "tma_load("), state_and_load)
+
+
+def assert_nothing_was_given_up(built: Built) -> None:
+    """Neither spills, nor a message of ptxas: products serialized or waited for (C7510 and up), setmaxnreg ignored."""
+    lines = [line for line in built.report.splitlines() if line.startswith("ptxas")]
+    usual = r"ptxas info +: (\d+ bytes gmem|Compiling entry|Function properties|Used \d+ registers|Compile time)"
+    assert [line for line in lines if not re.match(usual, line)] == []
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in built.report
+    assert built.opcodes["LDL"] == built.opcodes["STL"] == 0
+
+
+def assert_fits(built: Built, ctas: int, roles: Sequence[int] = ()) -> None:
+    """As many CTAs fit in an SM. roles: registers that each warpgroup asks for, of a thread."""
+    found = re.findall(r"USETMAXREG\.[\w.]+ (?:UP\d, )?0x(\w+)", built.code)
+    assert sorted(int(digits, 16) for digits in found) == sorted(roles)
+    if roles:
+        # Roles trade what all threads together were started with. If they asked for more, one would wait for ever.
+        assert built.threads == len(roles) * WARP_GROUP
+        assert sum(roles) * WARP_GROUP <= built.threads * built.registers
+    assert ctas * built.threads * built.registers <= SM_REGISTERS
+    assert ctas * (built.smem + RESERVED_SMEM) <= SM_SMEM
+
+
+def assert_forward_instructions(built: Built, groups: int) -> None:
+    found = built.opcodes
+    # Products in steps of 16: K S and Q S take 8, A W, K^T U and P U 4, Q K^T 8. A state warpgroup that is alone does
+    # the first K S ahead of its loop.
+    assert found["HGMMA"] == groups * (2 * 8 + 3 * 4) + (8 if groups == 1 else 0) + 8
+    assert found["LDSM"] == 8  # v, in two places
+    assert found["STSM"] == 4 * (groups + 1)  # o and P
+    assert found["UTMALDG"] == 2 * (2 + 2 + 1 + groups + 1)  # q, k, record, v, A, of whole chunks and of the last
+    assert found["UTMASTG"] == groups  # o
+    assert found["BAR"] == built.source.count("__syncthreads()") == 1
+
+
+def assert_forward_stores_and_publishes(built: Built, groups: int, output_h: bool) -> None:
+    ends, (*states, score, load, store) = split_roles(built)
+    score_end = (groups + 1) * WARP_GROUP
+    assert ends == [*range(WARP_GROUP, score_end + 1, WARP_GROUP), score_end + WARP, score_end + 2 * WARP]
+
+    # A fence stands between what threads write and a tensor copy or a product that reads it.
+    fence = r"[^;]*; tl::fence_proxy_async\(\); "
+    for state in states:
+        assert len(re.findall(r"store_transposed\(" + fence + r"o_ready[^;]*arrive\(\);", state)) == 1
+        assert state.count(" final_state[") == 1
+        assert state.count("store_state(") == (0 if not output_h else 2 if groups == 1 else 1)
+    assert re.search(r"store_tile\(" + fence + r"p_ready[^;]*arrive\(\);", score)
+    zeroed = r".*".join(rf"zero_rows\([^;]*{tile}" for tile in ("k_smem", "v_smem", "a_smem"))
+    assert re.search(zeroed + fence + r"qk_ready[^;]*arrive\(\); va_ready[^;]*arrive\(\);", load)
+    whole = in_order("o_ready[", "wait(", "tma_store(o_desc", "tma_store_arrive();", "tma_store_wait<0, true>();")
+    last = in_order("*(uint4*)(o + ", "o_free[", "arrive();", "tma_store_wait<0, false>();")
+    assert re.search(whole + ".*else.*" + last, store)
+
+
+def assert_inverse_instructions(built: Built, l2norm: bool) -> None:
+    found = built.opcodes
+    assert found["HGMMA"] == 8  # K K^T in steps of 16
+    # Products of 16x16 blocks take 4: row i of block column c has i - c, and one with its own diagonal block. Each of
+    # two diagonal blocks takes 2.
+    assert found["HMMA"] == 4 * sum(i - c + 1 for c in range(4) for i in range(c + 1, 4)) + 2 * 2
+    assert found["STSM"] == 4 * 4  # A, in a place for each block column
+    assert found["UTMALDG"] == (4 if l2norm else 2)  # halves of k and q
+    assert found["UTMASTG"] == 1  # A
+
+
+def assert_inverse_stores_and_publishes(built: Built) -> None:
+    publish = r"[^;]*;[ }]* tl::fence_proxy_async\(\); __syncthreads\(\); "
+    assert re.search(r"zero_rows\([^;]*k_smem" + publish, built.source)
+    whole = in_order("", "tma_store(A_desc", "tma_store_arrive();")
+    last = in_order("*(uint4*)(A + ", "tma_store_wait<0, true>();", "__syncthreads();")
+    blank = in_order("*(uint4*)(o + ", "*(uint4*)(A + ", "cumulative[")
+    assert re.search(r"gated_inverse<\w+>\(" + publish + whole + ".*else.*" + last + ".*" + blank, built.source)
+
+
+def split_roles(built: Built) -> tuple[list[int], list[str]]:
+    """Where the roles end, in threads, and what each does: `if (threadIdx.x < end) {...} else {`, one in the other."""
+    _, *parts = re.split(r"if \(\(\(int\)threadIdx\.x\) < (\d+)\) \{", built.source)
+    return [int(end) for end in parts[::2]], parts[1::2]
+
+
+def in_order(*texts: str) -> str:
+    """A pattern for these texts, with anything between them."""
+    return ".*".join(map(re.escape, texts))

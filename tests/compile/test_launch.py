@@ -1,0 +1,119 @@
+"""What the host asks for: which kernels, whatever the sizes, with arguments as they declare them. Compiles nothing."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashqla.ops import checks, plan
+from flashqla.ops.kernels import launch
+
+Key = tuple[Any, ...]  # a kernel's name, and the arguments of its builder
+HEADS = [(1, 1), (2, 8), (4, 4), (16, 32)]
+LENGTHS = [(1,), (64, 65), (0, 130, 3), (20000,)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Key, tuple[Any, ...]]]:
+    """Launches, in order, none of which happens."""
+    seen: list[tuple[Key, tuple[Any, ...]]] = []
+
+    def kernel(*key: Any) -> Callable[..., None]:
+        return lambda *arguments: seen.append((key, arguments))
+
+    monkeypatch.setattr(launch, "_kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return seen
+
+
+def run(
+    hk: int = 2,
+    hv: int = 4,
+    lengths: tuple[int, ...] = (130, 3),
+    dtype: torch.dtype = torch.bfloat16,
+    gate_dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype | None = torch.float32,
+    offset_dtype: torch.dtype | None = torch.int32,
+    gated: bool = True,
+    output_final_state: bool = True,
+    l2norm: bool = False,
+    state_v_first: bool = False,
+    output_h: bool = False,
+) -> None:
+    """A forward call planned for a Hopper GPU, on CPU tensors that nobody reads. Without offset_dtype a batch."""
+    rows = (len(lengths), lengths[0]) if offset_dtype is None else (1, sum(lengths))
+    q, k = torch.empty(2, *rows, hk, 128, dtype=dtype)
+    v = torch.empty(*rows, hv, 128, dtype=dtype)
+    beta = torch.empty(*rows, hv, dtype=gate_dtype)
+    offsets = None if offset_dtype is None else torch.tensor([0, *accumulate(lengths)], dtype=offset_dtype)
+    state = None if state_dtype is None else torch.empty(len(lengths), hv, 128, 128, dtype=state_dtype)
+    g = beta if gated else None
+    options = (None, state, output_final_state, l2norm, offsets, state_v_first, True, None)
+    problem = checks.problem(q, k, v, g, beta, *options, output_h=output_h)
+    chosen = plan.make(hk=hk, hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype])
+    launch.forward(problem, chosen, output_g=output_h)
+
+
+def test_sizes_need_no_kernels_of_their_own(calls: list[tuple[Key, Any]]) -> None:
+    for hk, hv in HEADS:
+        for lengths in LENGTHS:
+            for l2norm in (False, True):
+                run(hk, hv, lengths, l2norm=l2norm)
+    asked = {key for key, _ in calls}
+    assert {key[:2] for key in asked if key[0] == "forward"} == {("forward", 64), ("forward", 128)}
+
+
+def test_compile_all_compiles_what_calls_ask_for(calls: list[tuple[Key, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = [torch.bfloat16, torch.float16]
+    for dtype in dtypes:
+        for hk, hv in HEADS:
+            for lengths in LENGTHS:
+                for l2norm in (False, True):
+                    run(hk, hv, lengths, dtype, l2norm=l2norm)
+    compiled: list[Key] = []
+    monkeypatch.setattr(launch, "_kernel", lambda *key: compiled.append(key))
+    launch.compile_all(tuple(checks.DTYPES[dtype] for dtype in dtypes))
+    assert sorted(compiled) == sorted({key for key, _ in calls})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="packed"),
+        pytest.param({"offset_dtype": None, "lengths": (65, 65)}, id="batch"),
+        pytest.param({"offset_dtype": torch.int64}, id="int64-offsets"),
+        pytest.param({"lengths": (20000,)}, id="split"),
+        pytest.param({"hv": 64, "lengths": (640,) * 3}, id="v-tile-128"),
+        pytest.param({"gated": False, "state_dtype": None, "output_final_state": False}, id="nothing-optional"),
+        pytest.param({"state_v_first": True, "output_h": True}, id="v-first-h"),
+        pytest.param({"gate_dtype": torch.float16, "state_dtype": torch.bfloat16, "l2norm": True}, id="16-bit"),
+    ],
+)
+def test_arguments_are_as_declared(calls: list[tuple[Key, tuple[Any, ...]]], options: dict[str, Any]) -> None:
+    run(**options)
+    assert [key[0] for key, _ in calls][:: len(calls) - 1] == ["inverse", "forward"]
+    for (name, *choices), arguments in calls:
+        program = launch._BUILDERS[name].get_tir(*choices)
+        sizes: dict[str, int] = {}  # of dimensions that tensors share, and of strides
+        for value, parameter in zip(arguments, program.params, strict=True):
+            if parameter not in program.buffer_map:
+                assert type(value) is {"int32": int, "float32": float}[str(parameter.dtype)], parameter
+            elif value is None:
+                assert (name, parameter.name) == ("forward", "h_handle")
+            else:
+                buffer = program.buffer_map[parameter]
+                assert str(value.dtype) == f"torch.{buffer.dtype}", buffer
+                assert_fits(value, buffer, sizes)
+
+
+def assert_fits(value: Tensor, buffer: Any, sizes: dict[str, int]) -> None:
+    assert value.is_contiguous() or len(buffer.strides)
+    for found, declared in [
+        *zip(value.shape, buffer.shape, strict=True),
+        *zip(value.stride() if len(buffer.strides) else (), buffer.strides, strict=True),
+    ]:
+        fixed = getattr(declared, "value", None)
+        assert found == (sizes.setdefault(str(declared), found) if fixed is None else int(fixed)), (buffer, declared)
