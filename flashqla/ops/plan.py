@@ -35,6 +35,7 @@ SHORTEST_SEGMENT = 8  # chunks
 SPLIT_GAIN = 0.95  # of the estimate without: a split must promise more than estimates are off
 # CTAs of the inverse kernel that an SM holds. They share K K^T among heads of a group as long as they are that many.
 INVERSE_CTAS = 4
+MOST_SEQUENCES = 65535  # rows of a grid
 # Beyond this many sequences the SMs are evenly loaded, and scheduling them one by one would cost host time.
 SCHEDULED_SEQUENCES = 64
 
@@ -77,12 +78,12 @@ def make(
     to share `tokens` tokens evenly. dtype: of q, k and v. device: its type, "cuda" or "cpu". missing: why the
     kernels cannot be loaded here, "" if they can. auto_cp: whether sequences may be split.
     """
-    reason = _refusal(dtype, device, capability, missing)
+    if seqlens is None:
+        seqlens = (-(-tokens // sequences),) * sequences
+    reason = _refusal(len(seqlens), dtype, device, capability, missing)
     if reason:
         return Plan("torch", 128, 1, (), f"{reason}: the PyTorch chunk form runs; {GRADIENTS}")
 
-    if seqlens is None:
-        seqlens = (-(-tokens // sequences),) * sequences
     chunks = [-(-length // CHUNK) for length in seqlens]
     v_tile, us, tile_reason = _choose_v_tile(chunks, hv, sm_count)
     segment_chunks, split_reason = _choose_split(chunks, hv, sm_count, us) if auto_cp else (0, "auto_cp is off")
@@ -95,7 +96,7 @@ def make(
     return Plan("tilelang", v_tile, heads, SPLIT_KERNELS if segment_chunks else KERNELS, why, segment_chunks)
 
 
-def _refusal(dtype: str, device: str, capability: tuple[int, int] | None, missing: str) -> str:
+def _refusal(sequences: int, dtype: str, device: str, capability: tuple[int, int] | None, missing: str) -> str:
     """Why the kernels cannot serve a problem, or ""."""
     if device != "cuda":
         return f"tensors are on {device}, the kernels need a Hopper GPU"
@@ -104,6 +105,8 @@ def _refusal(dtype: str, device: str, capability: tuple[int, int] | None, missin
         return f"compute capability {found}, the kernels need {HOPPER[0]}.{HOPPER[1]}"
     if dtype not in KERNEL_DTYPES:
         return f"q, k and v are {dtype}, the kernels take {' and '.join(KERNEL_DTYPES)}"
+    if sequences > MOST_SEQUENCES:
+        return f"{sequences} sequences, the kernels take {MOST_SEQUENCES} in a call"
     return missing
 
 
@@ -139,6 +142,8 @@ def _choose_split(chunks: list[int], hv: int, sm_count: int, unsplit_us: float) 
         if size < SHORTEST_SEGMENT:
             break
         segments = _segments(chunks, size)
+        if len(segments) + len(chunks) > MOST_SEQUENCES:
+            continue
         summaries = len(segments) - len(chunks)  # the last segment of a sequence needs none
         _, forward_us, _ = _choose_v_tile(segments, hv, sm_count)
         slots = SUMMARY_CTAS * sm_count

@@ -15,10 +15,11 @@ from flashqla.ops import plan
         ({"capability": (10, 0)}, "compute capability 10.0, the kernels need 9.0"),
         ({"dtype": "float32"}, "q, k and v are float32"),
         ({"missing": "TileLang cannot be imported"}, "TileLang cannot be imported"),
+        ({"seqlens": None, "sequences": 65536, "tokens": 65536}, "65536 sequences, the kernels take 65535"),
     ],
 )
 def test_pytorch_serves_what_the_kernels_cannot(facts, reason):
-    chosen = plan.make(hk=2, hv=8, seqlens=(4096,), **facts)
+    chosen = plan.make(**{"hk": 2, "hv": 8, "seqlens": (4096,)} | facts)
     assert (chosen.implementation, chosen.kernels) == ("torch", ())
     assert chosen.why.startswith(reason)
     assert plan.GRADIENTS in chosen.why
