@@ -6,6 +6,7 @@ Public names load on first use, so that `import flashqla` needs neither a GPU no
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flashqla.captures import capture
     from flashqla.ops import FallbackWarning, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, explain, strict
 
 __version__ = "0.1.0"
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FallbackWarning",
     "__version__",
+    "capture",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_fwd",
     "explain",
@@ -23,9 +25,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flashqla import ops
+    from flashqla import captures, ops
 
-    value = getattr(ops, name)
+    value = getattr(captures if name == "capture" else ops, name)
     globals()[name] = value  # the next access does not come here
     return value
 

@@ -27,6 +27,7 @@ TRUTH_BYTES = 16 * 2**30  # at once; heads are taken in groups that fit
 TOKEN_BYTES = 8 * 2**10  # per head: inputs, outputs and their copies in float64
 BLOCK_BYTES = 400 * 2**20  # per head: intermediates of a block of tokens
 BLOCK = 2**24  # elements that are compared at once
+HEAD_AXIS = {"o": 2, "final_state": 1}
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,12 @@ def truth(inputs: Inputs) -> Truth:
     """What the op must give on these inputs, rows past the last offset as zeros."""
     case = inputs.case
     recurrence = max(case.lengths) <= RECURRENCE_TOKENS
-    rows = inputs.v.shape[0] * inputs.v.shape[1]
-    group = max(1, min(case.hv, TRUTH_BYTES // (BLOCK_BYTES + TOKEN_BYTES * rows)))
-    parts = []
-    for first in range(0, case.hv, group):
-        heads = range(first, min(first + group, case.hv))
-        parts.append(_run(inputs if group == case.hv else take_heads(inputs, heads), recurrence, torch.float64))
-    o = torch.cat([part["o"] for part in parts], dim=2)
-    states = [part["final_state"] for part in parts if "final_state" in part]
-    outputs = {"o": o} | ({"final_state": torch.cat(states, dim=1)} if states else {})
-    return Truth(outputs, recurrence, instability(inputs))
+    return Truth(_by_heads(inputs, recurrence, torch.float64), recurrence, instability(inputs))
 
 
 def reference_errors(inputs: Inputs, right: Truth) -> dict[str, TensorErrors]:
     """Errors that the chunk form in PyTorch makes on the same inputs, with outputs in the dtypes of the op."""
-    return errors(_run(inputs, False, None), right.outputs, inputs.case.tokens)
+    return errors(_by_heads(inputs, False, None), right.outputs, inputs.case.tokens)
 
 
 def quick_truth(inputs: Inputs, heads: Sequence[int]) -> dict[str, Tensor]:
@@ -75,8 +67,7 @@ def some_heads(inputs: Inputs) -> tuple[int, ...]:
 
 def heads_of(outputs: Mapping[str, Tensor], heads: Sequence[int]) -> dict[str, Tensor]:
     """Outputs of some value heads."""
-    axis = {"o": 2, "final_state": 1}
-    return {name: x.index_select(axis[name], torch.tensor(heads, device=x.device)) for name, x in outputs.items()}
+    return {name: x.index_select(HEAD_AXIS[name], torch.tensor(heads, device=x.device)) for name, x in outputs.items()}
 
 
 def errors(outputs: Mapping[str, Tensor], right: Mapping[str, Tensor], tokens: int) -> dict[str, TensorErrors]:
@@ -198,6 +189,17 @@ def same(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
     if before.keys() != after.keys():
         return False
     return all(torch.equal(_bits(x), _bits(after[name])) for name, x in before.items())
+
+
+def _by_heads(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """`_run` on groups of value heads that fit into memory."""
+    hv, rows = inputs.case.hv, inputs.v.shape[0] * inputs.v.shape[1]
+    group = max(1, min(hv, TRUTH_BYTES // (BLOCK_BYTES + TOKEN_BYTES * rows)))
+    if group == hv:
+        return _run(inputs, recurrence, dtype)
+    groups = (range(first, min(first + group, hv)) for first in range(0, hv, group))
+    parts = [_run(take_heads(inputs, heads), recurrence, dtype) for heads in groups]
+    return {name: torch.cat([part[name] for part in parts], dim=HEAD_AXIS[name]) for name in parts[0]}
 
 
 def _run(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:

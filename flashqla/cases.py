@@ -1,18 +1,21 @@
 """A case: one problem of the gated delta rule, described without tensors.
 
-`inputs.make` turns a case and a seed into tensors; records and tables name it by `Case.id`. Built-in suites stand at
-the end of this file. Nothing here imports torch, so that listing and filtering cases is instant anywhere.
+`inputs.make` turns a case and a seed into tensors; records and tables name it by `Case.id`. `read_cases` reads a user's
+own from a file, and built-in suites stand at the end of this one. Nothing here imports torch, so that listing and
+filtering cases is instant anywhere.
 """
 
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from flashqla.errors import ArgumentError
 
 Direction = Literal["fwd", "bwd"]
-Gate = Literal["typical", "strong", "zero", "half_zero", "mixed", "reset", "reset_inf", "tiny"]
+Gate = Literal["typical", "strong", "zero", "half_zero", "mixed", "reset", "reset_inf", "tiny", "captured"]
 Keys = Literal["normal", "correlated", "norm5"]
 Beta = Literal["sigmoid", "one"]
 DType = Literal["bfloat16", "float16", "float32"]
@@ -45,6 +48,8 @@ class Case:
     initial_state: bool = True
     final_state: bool = True
     note: str = ""  # what the case is there for
+    file: str = ""  # gate captured: where its tensors are read from, instead of being drawn
+    content: str = ""  # and a hash of them, by which they are known wherever the file lies
 
     def __post_init__(self) -> None:
         for sound, message, given, supported in (
@@ -57,6 +62,12 @@ class Case:
             (self.lengths and min(self.lengths) >= 0, "no valid lengths", "lengths", "one or more, none negative"),
             (not self.batch or len(set(self.lengths)) <= 1, "a dense batch has one length", "lengths", "equal lengths"),
             (self.tail >= 0 and not (self.tail and self.batch), "no such tail", "tail", "tail >= 0, packed rows only"),
+            (
+                len({self.gate == "captured", bool(self.file), bool(self.content)}) == 1,
+                "captured inputs have a file and a hash, and others none",
+                "gate",
+                "--input FILE makes a case of captured inputs",
+            ),
             *((getattr(self, f) in words, f"unknown {f}", f, ", ".join(words)) for f, words in _WORDS.items()),
         ):
             if not sound:
@@ -86,6 +97,7 @@ class Case:
     def id(self) -> str:
         """Stable name, "hk2-hv8/1x32768/mixed": heads, layout, gate, then every setting that is not the default."""
         extras = {
+            self.content: bool(self.content),
             self.keys: self.keys != "normal",
             f"beta-{self.beta}": self.beta != "sigmoid",
             self.dtype: self.dtype != "bfloat16",
@@ -139,6 +151,62 @@ def select(
         )
 
     return tuple(case for case in cases if matches(case))
+
+
+def read_cases(path: Path) -> tuple[Case, ...]:
+    """Cases of a TOML file: a table for each, with fields of Case as keys; table `defaults` holds what they share.
+
+    The name of a table is the note of its case, unless that has one. Raises ArgumentError.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ArgumentError("the cases file cannot be read", given=f"{path}: {error}") from error
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ArgumentError("a cases file holds tables alone", given=f"{path}: {name}", supported=_EXAMPLE)
+        _judge_fields(table, f"{path}: [{name}]")
+    defaults = tables.pop("defaults", {})
+    if not tables:
+        raise ArgumentError("there is no case in the file", given=str(path), supported=_EXAMPLE)
+    names: dict[str, str] = {}
+    cases = []
+    for name, table in tables.items():
+        settings = {"note": name, **defaults, **table}
+        if lacking := [key for key in ("hk", "hv", "lengths") if key not in settings]:
+            raise ArgumentError(
+                f"a case needs {' and '.join(lacking)}", given=f"{path}: [{name}]", do="add it there or to [defaults]"
+            )
+        try:
+            case = Case(**{**settings, "lengths": tuple(settings["lengths"])})
+        except ArgumentError as error:
+            given = f"{path}: [{name}]: {error.given}"
+            raise ArgumentError(error.message, given=given, supported=error.supported) from None
+        if case.id in names:
+            given = f"{path}: [{names[case.id]}] and [{name}] are both {case.id}"
+            raise ArgumentError("two tables describe one case", given=given, do="leave one of them out")
+        names[case.id] = name
+        cases.append(case)
+    return tuple(cases)
+
+
+_KINDS: dict[Any, str] = {int: "an integer", bool: "true or false", str: "a string"}
+_EXAMPLE = "[name] with hk = 2, hv = 8, lengths = [1000, 24], or [defaults] for all cases"
+
+
+def _judge_fields(table: dict[str, Any], where: str) -> None:
+    """Raise ArgumentError for keys that are no fields of a case, and for values of another type than theirs."""
+    kinds = {f.name: f.type for f in fields(Case) if f.name not in ("file", "content")}
+    for key, value in table.items():
+        if key not in kinds:
+            raise ArgumentError(f"unknown key {key}", given=where, supported=", ".join(kinds))
+        if kinds[key] == tuple[int, ...]:
+            right, wanted = isinstance(value, list) and all(type(n) is int for n in value), "a list of integers"
+        else:
+            kind = kinds[key] if kinds[key] in _KINDS else str  # a Literal, whose words Case judges
+            right, wanted = type(value) is kind, _KINDS[kind]
+        if not right:
+            raise ArgumentError(f"{key} is {wanted}", given=f"{where}: {key} = {value!r}")
 
 
 def suite(name: str) -> tuple[Case, ...]:

@@ -4,6 +4,8 @@ q and k are drawn per token and head, normalised to length 1 unless the case say
 normal. `mixed` gates are those of the published benchmark: every fourth value head does not decay at all, the others
 decay by logsigmoid(normal) / 16.
 
+Captured inputs are not drawn, but read from the file that their case names.
+
 The same case, seed and kind of device give the same tensors. Small cases are drawn on the CPU, so that they are the
 same on every device.
 """
@@ -11,12 +13,15 @@ same on every device.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from flashqla import captures
 from flashqla.cases import Case
+from flashqla.errors import ArgumentError
 
 HEAD_DIM = 128
 LARGE = 2**22  # elements of v from which drawing on the CPU takes longer than the kernels under test
@@ -60,7 +65,9 @@ class Inputs:
 
 
 def make(case: Case, seed: int, device: str) -> Inputs:
-    """Draw the inputs of a case."""
+    """Draw the inputs of a case, or read them where they were captured."""
+    if case.file:
+        return _captured(case, device)
     batch, tokens = (len(case.lengths), case.lengths[0]) if case.batch else (1, case.tokens + case.tail)
     large = batch * tokens * case.hv * HEAD_DIM >= LARGE
     draw = _Draw(seed, device if large else "cpu")
@@ -114,6 +121,26 @@ def take_heads(inputs: Inputs, heads: Sequence[int]) -> Inputs:
         beta=inputs.beta.index_select(2, v_heads),
         initial_state=None if state is None else state.index_select(1, v_heads),
         case=replace(case, hk=len(heads), hv=len(heads)),
+    )
+
+
+def _captured(case: Case, device: str) -> Inputs:
+    call = captures.read(Path(case.file))
+    if call.case.content != case.content:
+        raise ArgumentError("the file has changed since it was chosen", given=case.file, do="run the command again")
+    offsets = call.tensors.pop("cu_seqlens", None)
+    tensors = {name: x.to(device) for name, x in call.tensors.items()}
+    return Inputs(
+        q=tensors["q"],
+        k=tensors["k"],
+        v=tensors["v"],
+        g=tensors["g"],
+        beta=tensors["beta"],
+        initial_state=tensors.get("initial_state"),
+        cu_seqlens=None if offsets is None else offsets.to(device),
+        cu_seqlens_cpu=offsets,
+        scale=call.scale,
+        case=case,
     )
 
 

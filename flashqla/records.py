@@ -205,10 +205,17 @@ def destination(path: Path) -> Path:
 
 def write(path: Path, text: str) -> None:
     """Write a file in one step, so that nobody ever sees a part of it. Raises RecordError."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which becomes `path` in one step at the end. Raises RecordError."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with _writing(path):
         try:
-            unfinished.write_text(text, encoding="utf-8")
+            yield unfinished
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)

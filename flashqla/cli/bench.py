@@ -25,6 +25,8 @@ def bench() -> None:
 @app.command(epilog=EXAMPLES)
 def fwd(
     suite: options.SuiteOption = None,
+    cases: options.CasesOption = None,
+    captured: options.InputOption = None,
     heads: options.HeadsOption = None,
     lens: options.LensOption = None,
     model: options.ModelOption = None,
@@ -51,15 +53,19 @@ def fwd(
     """Time the forward pass. Every result is checked before its time counts.
 
     On a Hopper GPU: our kernels and the peers on the 171 rows of suite qwen. Elsewhere: PyTorch on the CPU, suite cpu.
-    A peer that is missing or fails keeps its column, with the reason. Cases run in a process of their own: one that
-    crashes or hangs costs its row, not the run.
+    --cases and --input run what is in these files instead, or besides --suite. A peer that is missing or fails keeps
+    its column, with the reason. Cases run in a process of their own: one that crashes or hangs costs its row, not the
+    run.
     """
     from flashqla.cli import session
     from flashqla.tables import bench_page, text
 
     where = session.choose_device(device, strict=strict)
-    suites = suite or DEFAULT_SUITES[where]
-    cases = options.chosen_cases(suites, heads=heads, lens=lens, model=model, pattern=pattern)
+    captured = captured or []
+    suites = suite or ([] if cases or captured else DEFAULT_SUITES[where])
+    wanted = options.chosen_cases(
+        suites, file=cases, captured=captured, heads=heads, lens=lens, model=model, pattern=pattern
+    )
 
     from flashqla import backends, measure, runner  # and with them torch
 
@@ -69,9 +75,15 @@ def fwd(
     config = measure.Config(repeats=repeats, l2=l2.value)
     session.run(
         "bench-fwd",
-        partial(runner.bench, cases, chosen, where, seed=seed, config=config, timeout_s=timeout_s),
-        rows=[(case.id, name) for case in cases for name in dict.fromkeys(names)],
-        settings={"suite": "+".join(suites), "device": where, "seed": seed, "repeats": repeats, "l2": l2.value},
+        partial(runner.bench, wanted, chosen, where, seed=seed, config=config, timeout_s=timeout_s),
+        rows=[(case.id, name) for case in wanted for name in dict.fromkeys(names)],
+        settings={
+            "suite": options.named(suites, cases, captured),
+            "device": where,
+            "seed": seed,
+            "repeats": repeats,
+            "l2": l2.value,
+        },
         render=lambda run: text(bench_page(run, roofline=roofline)),
         json=json,
         out=out,

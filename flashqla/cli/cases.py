@@ -17,17 +17,19 @@ Examples:
 
 def cases(
     suite: options.SuiteOption = None,
+    file: options.CasesOption = None,
     heads: options.HeadsOption = None,
     lens: options.LensOption = None,
     model: options.ModelOption = None,
     pattern: options.PatternOption = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON, with every field of a case.")] = False,
 ) -> None:
-    """List the cases of a suite.
+    """List the cases of a suite, or of a file.
 
-    By id, with what each is there for. The default is suite hard.
+    By id, with what each is there for. The default is suite hard, and with --cases what is in the file.
     """
-    chosen = options.chosen_cases(suite or ["hard"], heads=heads, lens=lens, model=model, pattern=pattern)
+    suites = suite or ([] if file else ["hard"])
+    chosen = options.chosen_cases(suites, file=file, heads=heads, lens=lens, model=model, pattern=pattern)
     if json:
         console.result(json_text.dumps([{"id": case.id, **asdict(case)} for case in chosen], indent=2))
         return

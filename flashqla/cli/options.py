@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flashqla.cases import SUITES, Case, select, suite
+from flashqla.cases import SUITES, Case, read_cases, select, suite
 from flashqla.cli import console
 from flashqla.errors import ArgumentError, NothingToDo
 
@@ -27,6 +27,13 @@ Texts = list[str] | None
 SUITE_NAMES = ", ".join(SUITES)
 
 SuiteOption = Annotated[Texts, typer.Option("--suite", metavar="NAME", help=f"One of {SUITE_NAMES}. Repeatable.")]
+CasesOption = Annotated[
+    Path | None, typer.Option("--cases", metavar="FILE", help="Cases of your own, from a TOML file; see the README.")
+]
+InputOption = Annotated[
+    list[Path] | None,
+    typer.Option("--input", metavar="FILE", help="A captured call, .safetensors or .pt; see the README. Repeatable."),
+]
 HeadsOption = Annotated[Texts, typer.Option("--heads", metavar="HK,HV", help="Keep these head counts. Repeatable.")]
 LensOption = Annotated[
     Texts,
@@ -81,17 +88,35 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 def chosen_cases(
     suites: Sequence[str],
     *,
+    file: Path | None = None,
+    captured: Sequence[Path] = (),
     heads: Texts = None,
     lens: Texts = None,
     model: str | None = None,
     pattern: Texts = None,
 ) -> tuple[Case, ...]:
-    """Cases of the suites that pass the filters, each id once. Raises NothingToDo when none does."""
-    everything = {case.id: case for name in suites for case in suite(name)}.values()
+    """Cases of suites, of a file and of captured calls that pass the filters, each id once.
+
+    Raises NothingToDo when none does.
+    """
+    found = [case for name in suites for case in suite(name)]
+    if file:
+        found += read_cases(file)
+    if captured:
+        from flashqla import captures  # and with it torch
+
+        found += [captures.read(path).case for path in captured]
+    everything = {case.id: case for case in found}.values()
     kept = select(everything, heads=parse_heads(heads or []), lens=lens or (), model=model, pattern=pattern or ())
     if not kept:
+        sources = {"--suite": suites, "--cases": [file] if file else [], "--input": captured}
         filters = {"--heads": heads, "--lens": lens, "--model": [model] if model else [], "-k": pattern}
-        given = " ".join(f"{flag} {value}" for flag, values in filters.items() for value in values or ())
-        names = " ".join(f"--suite {name}" for name in suites)
-        raise NothingToDo("no case is left", given=f"{names} {given}".strip(), do=f"look at: flashqla cases {names}")
+        given = " ".join(f"{flag} {value}" for flag, values in (sources | filters).items() for value in values or ())
+        look = " ".join(f"{flag} {value}" for flag in ("--suite", "--cases") for value in sources[flag])
+        raise NothingToDo("no case is left", given=given, do=f"look at: flashqla cases {look}".rstrip())
     return kept
+
+
+def named(suites: Sequence[str], file: Path | None = None, captured: Sequence[Path] = ()) -> str:
+    """What the cases of a run come from, in short, for its record."""
+    return "+".join([*suites, *(path.name for path in (*([file] if file else []), *captured))])

@@ -14,6 +14,8 @@ DEFAULT_SUITES = {"cuda": ["smoke", "hard"], "cpu": ["smoke", "cpu_hard"]}
 
 def verify(
     suite: options.SuiteOption = None,
+    cases: options.CasesOption = None,
+    captured: options.InputOption = None,
     pattern: options.PatternOption = None,
     backend: options.BackendOption = None,
     device: options.DeviceOption = None,
@@ -28,15 +30,17 @@ def verify(
     """Check every output against the token recurrence in float64.
 
     On a Hopper GPU: our kernels and the peers, suites smoke and hard. Elsewhere: PyTorch on the CPU, suites smoke and
-    cpu_hard. A peer that is off is shown as off; it fails the run only if no backend but peers was asked for. Cases
-    run in a process of their own: one that crashes or hangs costs its row, not the run.
+    cpu_hard. --cases and --input run what is in these files instead, or besides --suite. A peer that is off is shown as
+    off; it fails the run only if no backend but peers was asked for. Cases run in a process of their own: one that
+    crashes or hangs costs its row, not the run.
     """
     from flashqla.cli import session
     from flashqla.tables import verify_text
 
     where = session.choose_device(device)
-    suites = suite or DEFAULT_SUITES[where]
-    cases = options.chosen_cases(suites, pattern=pattern)
+    captured = captured or []
+    suites = suite or ([] if cases or captured else DEFAULT_SUITES[where])
+    wanted = options.chosen_cases(suites, file=cases, captured=captured, pattern=pattern)
 
     from flashqla import backends, runner  # and with them torch
 
@@ -45,9 +49,9 @@ def verify(
     timeout_s = None if in_process else timeout
     session.run(
         "verify-fwd",
-        partial(runner.verify, cases, chosen, where, seed=seed, timeout_s=timeout_s),
-        rows=[(case.id, name) for case in cases for name in dict.fromkeys(names)],
-        settings={"suite": "+".join(suites), "device": where, "seed": seed},
+        partial(runner.verify, wanted, chosen, where, seed=seed, timeout_s=timeout_s),
+        rows=[(case.id, name) for case in wanted for name in dict.fromkeys(names)],
+        settings={"suite": options.named(suites, cases, captured), "device": where, "seed": seed},
         render=verify_text,
         json=json,
         resume=resume,

@@ -1,10 +1,12 @@
 """Cases: names that never change, filters, and the content of the suites."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
-from flashqla.cases import SUITES, Case, select, suite
+from flashqla.cases import SUITES, Case, read_cases, select, suite
 from flashqla.errors import ArgumentError
 
 
@@ -161,3 +163,101 @@ def test_pattern_finds_notes() -> None:
     assert [case.id for case in select(suite("hard"), pattern=["deadlock"])] == [
         "hk16-hv48/1238+1199+1240+1216+1187+1203+519/mixed"
     ]
+
+
+# A user's own cases
+
+OWN = """
+[defaults]
+hk = 2
+hv = 8
+lengths = [4096]
+
+[prefill]
+batch = true
+
+["two sequences"]
+lengths = [1000, 24]
+gate = "strong"
+note = "packed"
+"""
+
+
+def test_own_cases_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(OWN)
+    assert read_cases(path) == (
+        Case(2, 8, (4096,), batch=True, note="prefill"),
+        Case(2, 8, (1000, 24), gate="strong", note="packed"),
+    )
+
+
+def test_the_file_of_the_readme_is_one(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    path = tmp_path / "own.toml"
+    path.write_text(readme.partition("```toml\n")[2].partition("```")[0])
+    assert [case.note for case in read_cases(path)] == ["one prompt", "a pack with padding"]
+
+
+def test_a_file_can_set_every_field(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    case = Case(2, 4, (73, 9), "a model", "strong", "norm5", "one", "float16", "bfloat16", "float16", False, 5, True,
+                True, True, False, False, "a note")  # fmt: skip
+    drawn = {name: value for name, value in asdict(case).items() if name not in ("file", "content")}
+    path.write_text("[case]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in drawn.items()))
+    assert read_cases(path) == (case,)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "there is no case in the file"),
+        ("[defaults]\nhk = 2", "there is no case in the file"),
+        ("[a", "the cases file cannot be read"),
+        ("hk = 2\n[a]\nhv = 2\nlengths = [1]", "a cases file holds tables alone"),
+        ("[[a]]\nhk = 2", "a cases file holds tables alone"),
+        ("[a]\nhk = 2\nhv = 4", "a case needs lengths"),
+        ("[a]\nlengths = [1]", "a case needs hk and hv"),
+        ("[a]\nhk = 2\nhv = 4\nlens = [1]", "unknown key lens"),
+        ("[a]\nhk = 2\nhv = 4\nlengths = [1]\nfile = 'x'", "unknown key file"),
+        ("[a.b]\nhk = 2", "unknown key b"),
+        ("[a]\nhk = 2.0", "hk is an integer"),
+        ("[a]\nhk = true", "hk is an integer"),
+        ("[a]\nlengths = 64", "lengths is a list of integers"),
+        ("[a]\nlengths = [64, '1']", "lengths is a list of integers"),
+        ("[a]\nbatch = 1", "batch is true or false"),
+        ("[a]\ngate = 1", "gate is a string"),
+        ("[a]\nhk = 2\nhv = 3\nlengths = [1]", "head counts do not fit"),
+        ("[a]\nhk = 2\nhv = 4\nlengths = []", "no valid lengths"),
+        ("[a]\nhk = 2\nhv = 4\nlengths = [1]\ngate = 'weak'", "unknown gate"),
+        ("[a]\nhk = 2\nhv = 4\nlengths = [1]\ngate = 'captured'", "captured inputs have a file"),
+        ("[defaults]\nhk = 1\nhv = 1\nlengths = [9]\n[a]\n[b]\nnote = 'again'", "two tables describe one case"),
+    ],
+)
+def test_mistakes_in_a_file_name_it_and_the_table(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(ArgumentError) as caught:
+        read_cases(path)
+    assert caught.value.message.startswith(message)
+    assert caught.value.given.startswith(str(path))
+    if text.startswith("[a]"):
+        assert "[a]" in caught.value.given
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["missing", "no text"])
+def test_a_file_that_cannot_be_read(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(ArgumentError, match="cannot be read") as caught:
+        read_cases(path)
+    assert str(path) in caught.value.given
+
+
+def test_captured_cases_are_known_by_content_and_not_by_file() -> None:
+    case = Case(2, 8, (100,), batch=True, gate="captured", file="a.pt", content="0123456789ab", l2norm=True)
+    assert case.id == "hk2-hv8/1x100/captured/0123456789ab/l2norm"
+    assert replace(case, file="b.safetensors").id == case.id
+    with pytest.raises(ArgumentError, match="captured inputs have a file"):
+        replace(case, gate="mixed")

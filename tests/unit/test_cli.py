@@ -196,6 +196,47 @@ def test_cases_as_json() -> None:
     ]
 
 
+# A user's own cases
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    path = tmp_path / "own.toml"
+    path.write_text("[defaults]\nhk = 2\nhv = 8\nbatch = true\n[short]\nlengths = [64]\n[long]\nlengths = [4096]\n")
+    return str(path)
+
+
+def test_cases_of_a_file_are_listed_and_filtered(own: str) -> None:
+    short, long = "hk2-hv8/1x64/mixed    short", "hk2-hv8/1x4096/mixed  long"
+    assert invoke("cases", "--cases", own).stdout.splitlines() == [short, long]
+    assert invoke("cases", "--cases", own, "--lens", "1x4096").stdout.splitlines() == [long]
+    both = invoke("cases", "--cases", own, "--suite", "smoke").stdout.splitlines()
+    assert len(both) == 2 + len(suite("smoke"))
+
+
+@pytest.mark.parametrize("command", [["verify"], ["bench", "fwd"]], ids=" ".join)
+def test_cases_of_a_file_are_run_alone(command: list[str], layers: Layers, own: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    result = invoke(*command, "--cases", own, "-k", "short", "--json", str(path))
+    assert result.exit_code == 0, result.stderr
+    assert [case.note for case in layers.asked["cases"]] == ["short"]
+    assert read(path).settings["suite"] == "own.toml"
+
+
+def test_an_empty_choice_from_a_file_says_where_to_look(own: str) -> None:
+    result = invoke("verify", "--cases", own, "-k", "nothing")
+    assert result.exit_code == 4
+    assert f"--cases {own} -k nothing" in result.stderr
+    assert f"flashqla cases --cases {own}" in result.stderr
+
+
+def test_a_mistake_in_a_file_is_wrong_usage(own: str) -> None:
+    Path(own).write_text("[a]\nhk = '2'\n")
+    result = invoke("verify", "--cases", own)
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"error: hk is an integer\n  given      {own}: [a]: hk = '2'\n")
+
+
 # verify and bench
 
 

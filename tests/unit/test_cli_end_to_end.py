@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashqla.cases import suite
+from flashqla.cases import Case, suite
 from flashqla.records import read
 from flashqla.tables import bench_text
 
@@ -51,6 +51,34 @@ def test_bench_times_a_row_and_renders_its_file(tmp_path: Path) -> None:
         assert record.timing.gpu_ms is not None
         assert 0 < record.timing.gpu_ms < 60_000
         assert record.timing.clock == "wall"
+
+
+def test_a_captured_call_is_verified_timed_and_resumed(tmp_path: Path) -> None:
+    capture = """
+import torch, flashqla
+q, k, v = (torch.nn.functional.normalize(torch.randn(1, 100, h, 128), dim=-1) for h in (2, 2, 4))
+with flashqla.capture("call.pt"):
+    flashqla.chunk_gated_delta_rule(q, k, v, None, torch.rand(1, 100, 4), output_final_state=True)
+"""
+    subprocess.run([sys.executable, "-c", capture], cwd=tmp_path, check=True)
+    for command in (["verify"], ["bench", "fwd", "--repeats", "2"]):
+        done = flashqla(*command, "--input", "call.pt", "--json", "run.json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        run = read(tmp_path / "run.json")
+        assert {(r.gate, r.file) for r in (Case(**{**r.case, "lengths": (100,)}) for r in run.records)} == {
+            ("captured", "call.pt")
+        }
+        assert {(r.status, r.passed) for r in run.records} == {("ok", True)}
+        assert run.settings["suite"] == "call.pt"
+        again = flashqla(*command, "--input", "call.pt", "--resume", "run.json", cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        kept = read(tmp_path / "run.json").records
+        assert [r.errors for r in kept] == [r.errors for r in run.records]
+        assert {r.session for r in kept} == {run.started}
+    (tmp_path / "call.pt").write_bytes(b"something else")
+    broken = flashqla("verify", "--input", "call.pt", cwd=tmp_path)
+    assert (broken.returncode, broken.stdout) == (2, "")
+    assert "error: a captured call cannot be read\n  given      call.pt: " in broken.stderr
 
 
 @pytest.mark.parametrize(("strict", "code"), [(False, 0), (True, 3)])

@@ -98,9 +98,10 @@ def test_command_starts_at_once(option: str, tmp_path: Path) -> None:
     assert min(seconds) < 0.5
 
 
-def test_example_of_the_readme_runs(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    shapes, plan = run(sys.executable, "-c", example, cwd=tmp_path).stdout.splitlines()
+def test_examples_of_the_readme_run(tmp_path: Path) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    shapes, plan = run(sys.executable, "-c", "".join(examples), cwd=tmp_path).stdout.splitlines()
+    assert [path.name for path in tmp_path.iterdir()] == ["call.pt"]
     assert shapes == "torch.Size([1, 1000, 8, 128]) torch.Size([2, 8, 128, 128])"
     assert plan.startswith(("tilelang ", "torch "))
 

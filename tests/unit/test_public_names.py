@@ -6,11 +6,11 @@ import sys
 import pytest
 
 import flashqla
-from flashqla import ops
+from flashqla import captures, ops
 
 
 def test_the_package_offers_the_op_and_its_version() -> None:
-    assert set(flashqla.__all__) == {*ops.__all__, "__version__"}
+    assert set(flashqla.__all__) == {*ops.__all__, "__version__", "capture"}
     assert set(flashqla.__all__) <= set(dir(flashqla))
 
 
@@ -25,6 +25,10 @@ assert chunk_gated_delta_rule is op
 assert "torch" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_capture_is_a_function_of_the_package() -> None:
+    assert flashqla.capture is captures.capture
 
 
 def test_unknown_names_are_attribute_errors() -> None:
