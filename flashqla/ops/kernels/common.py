@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from flashqla.ops.plan import CHUNK as CHUNK  # tokens
+from flashqla.ops.plan import HEAD_DIM as HEAD_DIM  # K and V
+
 HOPPER = {"kind": "cuda", "arch": "sm_90a"}
 # Roles, barriers and bounds are written out, so TileLang must add none of its own: no warp specialization, no barrier around shared memory, no
 # test of an index.
@@ -12,8 +15,6 @@ MANUAL_ROLES = {
     "tl.enable_fast_math": True,
 }
 
-CHUNK = 64  # tokens
-HEAD_DIM = 128  # K and V
 TILE = 64  # columns of a 16-bit tile with rows of 128 bytes, the widest that swizzles
 WARP = 32
 WARP_GROUP = 128  # threads
