@@ -28,7 +28,9 @@ BETA_DECAY = 3  # beta * 2^G * rk       factor of k . S in U
 OUT_SCALE = 4  # scale * 2^G * rq       factor of q . S in o
 KEY_DECAY = 5  # 2^(G[last] - G) * rk   factor of k in the state that leaves the chunk
 CHUNK_DECAY = 6  # 2^G[last], then G[last]
-RECORD = 7
+KEY_LOG = 7  # G + log2(rk)      2^(KEY_LOG[i] - COL_LOG[j]) is the factor of beta[i] k_i . k_j in M; for the backward pass
+RECORD = 8
+SMALL_BETA = 2.0**-10  # below, the gradient of beta does not come from what was scaled by beta
 FORGOTTEN = -24.0  # base-2 log of a decay that leaves of a state less than a rounding of fp32
 # Chunk c of sequence n has the slot cu_seqlens[n] // 64 + n + c. That needs no table, keeps apart the chunks of different sequences, and leaves
 # at most one slot a sequence unused.

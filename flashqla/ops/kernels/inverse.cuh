@@ -76,6 +76,7 @@ __device__ __forceinline__ void chunk_factors(const Gate* g, long long g_stride,
   put(record + 256, scale * e0 * rq.x, scale * e1 * rq.y);
   put(record + 320, ex2(total - c0) * rk.x, ex2(total - c1) * rk.y);
   if (lane == 0) put(record + 384, ex2(total), total);
+  put(record + 448, c0 + lk.x, c1 + lk.y);
   put(vectors + kRowLog, c0 + lk.x, c1 + lk.y);
   put(vectors + kColLog, c0 - lk.x, c1 - lk.y);
   put(vectors + kBeta, b.x, b.y);

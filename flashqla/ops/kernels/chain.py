@@ -1,0 +1,331 @@
+"""The two recurrences of the backward pass: what enters every chunk from in front, and what enters its gradient from behind.
+
+    forward   X = K S     W = beta V - beta decay X                   U  = A W       S  <- decay_C S + (decay_C / decay K)^T U
+    reverse   X = K dS    W = decay_C / decay X + P^T dO  (dU)        dY = A^T W     dS <- decay_C dS - (beta decay K)^T dY + (scale decay Q)^T dO
+
+Shapes  q, k [T, hk, 128], v (forward) or dO (reverse) [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records of the inverse kernel;
+        entering [N, hv, K, V] fp32, bf16 or fp16, leaving the same in fp32, any strides: the initial state (forward), or the gradients of the
+        final state and of the initial one (reverse)
+        ->  states [slots, hv, V, K]: S that enters each chunk, or dS of the state that leaves it; y [T, hv, 128]: U, or beta dY, where a
+        beta below SMALL_BETA counts as 1 (the gradient of such a beta cannot be had from beta dY)
+Grid    a CTA per sequence, value head and v_tile columns of V
+Cost    per chunk and value head 5 products of 64x64x128 forward, 9 reverse, and about 90 KB of HBM
+Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form; its derivative
+
+Either is the other run backwards, and both are the core of the forward kernel: a state warpgroup keeps 64 columns of the state in fp32 registers,
+transposed, and feeds everything to wgmma as the operand from registers. Neither needs the other: the reverse kernel starts while the forward one
+runs, and waits for it at its end, so that whoever waits for the reverse kernel has both.
+
+    STATE  one or two warpgroups, 64 columns of V each           LOAD   one warp: TMA in, zeros past the end of a sequence
+    SCORE  one warpgroup, reverse only: P                        STORE  one warp: states and y out
+"""
+
+from types import SimpleNamespace
+
+import tilelang
+import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
+
+from flashqla.ops.kernels.common import (
+    BETA,
+    BETA_DECAY,
+    CHUNK,
+    HEAD_DIM,
+    HOPPER,
+    KEY_DECAY,
+    MANUAL_ROLES,
+    OUT_SCALE,
+    RECORD,
+    SMALL_BETA,
+    TILE,
+    WARP,
+    WARP_GROUP,
+    cuda,
+)
+from flashqla.ops.kernels.roles import QK_STAGES, STAGES, decay_state, load_v, prediction_error, release, scale_columns, score
+
+HALVES = HEAD_DIM // TILE
+# Registers a thread of STATE, SCORE (reverse only) and the rest, by direction and number of state warpgroups: no more than the CTA starts with.
+REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 40), (True, 2): (192, 88, 40)}
+
+
+@tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
+def build_chain(reverse: bool, v_tile: int, dtype: str, state_dtype: str):
+    """The kernel of one direction for tokens in `dtype` and entering states in `state_dtype`; v_tile is 64 or 128."""
+    groups = v_tile // TILE
+    slices = HEAD_DIM // v_tile
+    state_registers, score_registers, service_registers = REGISTERS[reverse, groups]
+    ctas_per_sm = 2 if not reverse and groups == 1 else 1
+    STATE_END = groups * WARP_GROUP
+    SCORE_END = STATE_END + (WARP_GROUP if reverse else 0)
+    LOAD_END = SCORE_END + WARP
+    STORE_END = LOAD_END + WARP
+    THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
+    QK_READERS = SCORE_END // WARP
+
+    tokens, slots, hk, hv, sequences, offsets = (T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "offsets"))
+    q0, q1, k0, k1, v0, v1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1"))
+    e0, e1, e2, e3, l0, l1, l2, l3 = (T.dynamic(f"{x}{d}") for x in "el" for d in range(4))
+
+    @T.macro
+    def read_state(S, x, w):
+        if x.has_entering != 0:
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                S[v, k] = T.cast(x.entering[x.sequence, x.head, k, x.first_column + w * TILE + v], "float32")
+        else:
+            T.clear(S)
+        if state_dtype != "float32":  # or ptxas keeps the narrow values, widens them in the loop, and serializes its products
+            T.warpgroup_fence_operand(S, num_regs=TILE * HEAD_DIM // WARP_GROUP)
+
+    @T.macro
+    def hand_out_state(S_in, i, x, w):
+        T.barrier_wait(x.s_free[0], (i & 1) ^ 1)
+        T.call_extern("handle", "flashqla::store_tiles", T.address_of(x.s_smem[w, 0, 0, 0]), S_in.data)
+        T.fence_proxy_async()
+        T.barrier_arrive(x.s_ready[0])
+
+    @T.macro
+    def hand_out_y(Y, i, x, w):
+        T.barrier_wait(x.y_free[0], (i & 1) ^ 1)
+        T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.y_smem[w, 0, 0]), Y.data)
+        T.fence_proxy_async()
+        T.barrier_arrive(x.y_ready[0])
+
+    @T.macro
+    def state_forward(x, w):
+        S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
+        S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
+        X = T.alloc_fragment((TILE, CHUNK), "float32")
+        V = T.alloc_fragment((TILE, CHUNK), dtype)
+        W = T.alloc_fragment((TILE, CHUNK), dtype)
+        read_state(S, x, w)
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            s = i % QK_STAGES
+            T.copy(S, S_in)
+            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
+            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            load_v(V, i, x, w)
+            T.wait_wgmma(0)
+            prediction_error(W, V, X, BETA, BETA_DECAY, i, x)
+            T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
+            hand_out_state(S_in, i, x, w)
+            decay_state(S, i, x)
+            T.wait_wgmma(0)
+            release(x, x.va_free, i % STAGES)
+            scale_columns(W, X, KEY_DECAY, i, x)
+            T.wgmma_gemm(W, x.k_smem[s, :, :], S)
+            T.copy(X, V)
+            hand_out_y(V, i, x, w)
+            T.wait_wgmma(0)
+            release(x, x.qk_free, s)
+
+    @T.macro
+    def state_reverse(x, w):
+        """P^T dO runs beside K dS where there are registers for both, and Q^T dO under the conversion of dY: off the path from state to state."""
+        S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
+        S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
+        X = T.alloc_fragment((TILE, CHUNK), "float32")
+        dO = T.alloc_fragment((TILE, CHUNK), dtype)
+        W = T.alloc_fragment((TILE, CHUNK), dtype)
+        factor = T.alloc_fragment((CHUNK,), "float32")
+        read_state(S, x, w)
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            s = i % QK_STAGES
+            p = i % STAGES
+            T.copy(S, S_in)
+            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
+            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            load_v(dO, i, x, w)
+            T.barrier_wait(x.p_ready[p], (i // STAGES) & 1)
+            T.copy(x.record_smem[s, KEY_DECAY, :], factor)
+            if groups == 1:
+                output_part = T.alloc_fragment((TILE, CHUNK), "float32")
+                T.wgmma_gemm(dO, x.p_smem[p, :, :], output_part, clear_accum=True)
+                decay_state(S, i, x)
+                T.wait_wgmma(0)
+                for v, t in T.Parallel(TILE, CHUNK):
+                    W[v, t] = X[v, t] * factor[t] + output_part[v, t]
+            else:
+                T.wait_wgmma(0)
+                for v, t in T.Parallel(TILE, CHUNK):
+                    X[v, t] = X[v, t] * factor[t]
+                T.wgmma_gemm(dO, x.p_smem[p, :, :], X)
+                decay_state(S, i, x)
+                T.wait_wgmma(0)
+                T.copy(X, W)
+            release(x, x.p_free, p)
+            T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
+            scale_columns(dO, dO, OUT_SCALE, i, x)
+            T.wgmma_gemm(dO, x.q_smem[s, :, :], S)
+            hand_out_state(S_in, i, x, w)
+            T.wait_wgmma(1)  # dY; Q^T dO goes on
+            release(x, x.va_free, p)
+            T.copy(x.record_smem[s, BETA_DECAY, :], factor)
+            for v, t in T.Parallel(TILE, CHUNK):
+                W[v, t] = -X[v, t] * factor[t]
+            T.wgmma_gemm(W, x.k_smem[s, :, :], S)
+            T.copy(x.record_smem[s, BETA, :], factor)
+            T.wait_wgmma(1)  # Q^T dO; the update goes on
+            for v, t in T.Parallel(TILE, CHUNK):
+                dO[v, t] = X[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
+            hand_out_y(dO, i, x, w)
+            T.wait_wgmma(0)
+            release(x, x.qk_free, s)
+        if x.has_leaving != 0:
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                x.leaving[x.sequence, x.head, k, x.first_column + w * TILE + v] = S[v, k]
+
+    @T.macro
+    def load_tiles(chunk, s, p, x, ready, qk_stage, va_stage):
+        first = x.bos + chunk * CHUNK
+        if reverse:
+            T.tma_copy(x.q[first:first + CHUNK, x.k_head, :], x.q_smem[s, :, :], barrier=ready[0][qk_stage])
+        T.tma_copy(x.k[first:first + CHUNK, x.k_head, :], x.k_smem[s, :, :], barrier=ready[0][qk_stage])
+        T.tma_copy(x.records[x.slot + chunk, x.head, :, :], x.record_smem[s, :, :], barrier=ready[0][qk_stage])
+        for w in T.unroll(groups):
+            column = x.first_column + w * TILE
+            T.tma_copy(x.v[first:first + CHUNK, x.head, column:column + TILE], x.v_smem[p, w, :, :], barrier=ready[1][va_stage])
+        T.tma_copy(x.A[first:first + CHUNK, x.head, :], x.a_smem[p, :, :], barrier=ready[1][va_stage])
+
+    @T.macro
+    def load(x):
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            s = i % QK_STAGES
+            p = i % STAGES
+            chunk = x.chunks - 1 - i if reverse else i
+            rows = x.length - chunk * CHUNK
+            T.barrier_wait(x.qk_free[s], ((i // QK_STAGES) & 1) ^ 1)
+            T.barrier_wait(x.va_free[p], ((i // STAGES) & 1) ^ 1)
+            if rows >= CHUNK:
+                load_tiles(chunk, s, p, x, (x.qk_ready, x.va_ready), s, p)
+            else:  # the rows past the end belong to another sequence, or to nobody: zeros leave the state alone
+                load_tiles(chunk, s, p, x, (x.tail_ready, x.tail_ready), 0, 0)
+                T.barrier_arrive(x.tail_ready[0])
+                T.barrier_wait(x.tail_ready[0], 0)
+                for w in T.unroll(HALVES):
+                    if reverse:
+                        T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.q_smem[s, 0, w * TILE]), rows)
+                    T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.k_smem[s, 0, w * TILE]), rows)
+                for w in T.unroll(groups):
+                    T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.v_smem[p, w, 0, 0]), rows)
+                T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.a_smem[p, 0, 0]), rows)
+                T.fence_proxy_async()
+            T.barrier_arrive(x.qk_ready[s])
+            T.barrier_arrive(x.va_ready[p])
+
+    @T.macro
+    def store(x, states, y):
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            chunk = x.chunks - 1 - i if reverse else i
+            first = x.bos + chunk * CHUNK
+            T.barrier_wait(x.s_ready[0], i & 1)
+            for w in T.unroll(groups):
+                row = x.first_column + w * TILE
+                for half in T.unroll(HALVES):
+                    T.tma_copy(x.s_smem[w, half, :, :], states[x.slot + chunk, x.head, row:row + TILE, half * TILE:half * TILE + TILE])
+            T.tma_store_wait(0, read=True)
+            T.barrier_arrive(x.s_free[0])
+            T.barrier_wait(x.y_ready[0], i & 1)
+            if chunk * CHUNK + CHUNK <= x.length:
+                for w in T.unroll(groups):
+                    column = x.first_column + w * TILE
+                    T.tma_copy(x.y_smem[w, :, :], y[first:first + CHUNK, x.head, column:column + TILE])
+                T.tma_store_wait(0, read=True)
+            else:
+                for w in T.unroll(groups):
+                    for b in T.unroll(CHUNK // 4, unroll_factor=1):
+                        for t, v in T.Parallel(4, TILE):
+                            if chunk * CHUNK + b * 4 + t < x.length:
+                                y[first + b * 4 + t, x.head, x.first_column + w * TILE + v] = x.y_smem[w, b * 4 + t, v]
+            T.barrier_arrive(x.y_free[0])
+        T.tma_store_wait(0, read=False)
+
+    @T.prim_func
+    def gated_delta_chain(
+        q: T.StridedTensor((tokens, hk, HEAD_DIM), (q0, q1, 1), dtype),
+        k: T.StridedTensor((tokens, hk, HEAD_DIM), (k0, k1, 1), dtype),
+        v: T.StridedTensor((tokens, hv, HEAD_DIM), (v0, v1, 1), dtype),
+        A: T.Tensor((tokens, hv, CHUNK), dtype),
+        records: T.Tensor((slots, hv, RECORD, CHUNK), "float32"),
+        cu_seqlens: T.Tensor((offsets,), "int32"),
+        entering: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (e0, e1, e2, e3), state_dtype),
+        states: T.Tensor((slots, hv, HEAD_DIM, HEAD_DIM), dtype),
+        y: T.Tensor((tokens, hv, HEAD_DIM), dtype),
+        leaving: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (l0, l1, l2, l3), "float32"),
+        scale: T.float32,
+        group: T.int32,
+        offset_step: T.int32,
+        has_entering: T.int32,
+        has_leaving: T.int32,
+    ):
+        # Neighbouring CTAs take the heads of one sequence, which read the same q and k.
+        with T.Kernel(hv * slices, sequences, threads=THREADS) as (bx, sequence):
+            T.import_source(cuda("tiles"))
+            k_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
+            record_smem = T.alloc_shared((QK_STAGES, RECORD, CHUNK), "float32")
+            v_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
+            a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+            s_smem = T.alloc_shared((groups, HALVES, TILE, TILE), dtype)
+            y_smem = T.alloc_shared((groups, CHUNK, TILE), dtype)
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_smem, s_smem, y_smem)})
+            T.annotate_min_blocks_per_sm(ctas_per_sm)
+            if reverse:
+                q_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
+                p_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+                p_ready = T.alloc_barrier([WARP_GROUP] * STAGES)  # SCORE -> STATE
+                p_free = T.alloc_barrier([STATE_END // WARP] * STAGES)  # STATE -> SCORE
+            else:
+                q_smem = p_smem = p_ready = p_free = None
+            qk_ready = T.alloc_barrier([WARP] * QK_STAGES)  # LOAD -> STATE, SCORE
+            qk_free = T.alloc_barrier([QK_READERS] * QK_STAGES)  # STATE, SCORE -> LOAD
+            va_ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
+            va_free = T.alloc_barrier([STATE_END // WARP] * STAGES)  # STATE -> LOAD
+            s_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
+            s_free = T.alloc_barrier([WARP])  # STORE -> STATE
+            y_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
+            y_free = T.alloc_barrier([WARP])  # STORE -> STATE
+            tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
+
+            tx = T.get_thread_binding()
+            head = bx // slices
+            k_head: T.int32 = T.truncdiv(head, group)
+            bos: T.int32 = T.max(T.min(cu_seqlens[sequence * offset_step], tokens), 0)
+            eos: T.int32 = T.max(T.min(cu_seqlens[(sequence + 1) * offset_step], tokens), bos)
+            chunks: T.int32 = T.ceildiv(eos - bos, CHUNK)
+            if not reverse:
+                T.pdl_sync()  # until what the inverse kernel wrote is there
+                T.pdl_trigger()  # by then it is there for the reverse kernel too
+            x = SimpleNamespace(
+                q=q, k=k, v=v, A=A, records=records, entering=entering, leaving=leaving,
+                q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
+                qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
+                s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
+                tx=tx, sequence=sequence, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
+                slot=bos // CHUNK + sequence, bos=bos, length=eos - bos, chunks=chunks, has_entering=has_entering, has_leaving=has_leaving,
+            )
+            if tx < WARP_GROUP:
+                T.inc_max_nreg(state_registers)
+                if reverse:
+                    state_reverse(x, 0)
+                else:
+                    state_forward(x, 0)
+            elif tx < STATE_END:
+                T.inc_max_nreg(state_registers)
+                if reverse:
+                    state_reverse(x, 1)
+                else:
+                    state_forward(x, 1)
+            elif tx < SCORE_END:
+                if reverse:
+                    T.dec_max_nreg(score_registers)
+                    score(x, scale, dtype)
+            else:
+                T.dec_max_nreg(service_registers)
+                if tx < LOAD_END:
+                    load(x)
+                elif tx < STORE_END:
+                    store(x, states, y)
+            if reverse:
+                T.pdl_sync()  # until the forward kernel has ended: whoever waits for this one needs both
+
+    return gated_delta_chain

@@ -1,0 +1,258 @@
+// What the gradients kernel does with accumulators between its products; gradients.py says what it computes. Needs tiles.cuh, segments.cuh.
+//
+// An accumulator of 64x64 is held as tiles.cuh says: this thread has rows row_of(0) and row_of(1), of each 16 columns.
+namespace flashqla {
+__device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ __forceinline__ int row_of(int r) { return 16 * warp_of_group() + ((threadIdx.x & 31) >> 2) + 8 * r; }
+__device__ __forceinline__ float sum_of_four(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+// Columns 8j + 2(t%4) and the next of a row of a swizzled tile.
+template <typename Element> __device__ __forceinline__ float2 two_columns(const void* tile, int row, int j) {
+  const char* at = static_cast<const char*>(tile) + row * 128 + ((j ^ (row & 7)) << 4) + (threadIdx.x & 3) * 4;
+  const Element* values = reinterpret_cast<const Element*>(at);
+  return make_float2(float(values[0]), float(values[1]));
+}
+
+// The sums of a chunk and value head that pass from role to role: vectors of 64 floats, `kCols` four of them, `kInner` four numbers.
+enum { kQuery = 0, kKey = 64, kWritten = 128, kRow = 192, kBetaRow = 256, kDiagonal = 320, kCols = 384, kInner = 640 };
+// Rows of a record, as in common.py.
+enum { kRowLog = 0, kColLog = 64, kBeta = 128, kOutScale = 256, kKeyDecay = 320, kChunkDecay = 384, kKeyLog = 448 };
+
+// What is left of beta beside the gradient of V, which a beta that is not small is part of already.
+__device__ __forceinline__ float other_beta(float beta, float small) { return fabsf(beta) < small ? beta : 1.f; }
+
+// Token the chunk of a slot starts at, times 128, plus its number of rows; rows are 0 where a slot has no chunk.
+__device__ __forceinline__ long long chunk_of(const int* offsets, int step, int sequences, int tokens, int slot) {
+  const int sequence = owner(offsets, step, sequences, 64, slot);
+  const int bos = max(min(offsets[sequence * step], tokens), 0), eos = max(min(offsets[(sequence + 1) * step], tokens), bos);
+  const int first = bos + (slot - bos / 64 - sequence) * 64;
+  return (static_cast<long long>(first) << 7) + max(min(eos - first, 64), 0);
+}
+
+// sum[i, :] += factor[i] * product[i, :], and dots[i] += product[i, :] . tile[i, :]
+template <typename Element>
+__device__ __forceinline__ void add_rows(float* sum, const float* product, const void* tile, float factor0, float factor1, float* dots) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 x = two_columns<Element>(tile, row_of(r), j);
+      const float* p = product + 4 * j + 2 * r;
+      const float factor = r ? factor1 : factor0;
+      sum[4 * j + 2 * r] += factor * p[0];
+      sum[4 * j + 2 * r + 1] += factor * p[1];
+      dots[r] += p[0] * x.x + p[1] * x.y;
+    }
+}
+template <typename Element>
+__device__ __forceinline__ void add_product(float* sum, const float* product, const void* tile, const float* factor, float* dots) {
+  add_rows<Element>(sum, product, tile, factor[row_of(0)], factor[row_of(1)], dots);
+}
+// The product dY S^T makes E S^T.
+template <typename Element>
+__device__ __forceinline__ void add_error_product(float* sum, const float* product, const void* tile, const float* record, float small, float* dots) {
+  float factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) factor[r] = -other_beta(record[kBeta + row_of(r)], small) * ex2(record[kKeyLog + row_of(r)]);
+  add_rows<Element>(sum, product, tile, factor[0], factor[1], dots);
+}
+// out[i] = dots[i] * factor[i], of a row whose columns four lanes share; factor may be absent.
+__device__ __forceinline__ void put_dots(float* out, const float* dots, const float* factor) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = sum_of_four(dots[r]);
+    if ((threadIdx.x & 3) == 0) out[row_of(r)] = factor ? sum * factor[row_of(r)] : sum;
+  }
+}
+
+// This thread's part of the inner product of two tiles of 128 rows of 128 bytes; elements correspond, whatever the swizzle.
+template <typename Element> __device__ __forceinline__ void add_inner_product(float* sum, const void* x, const void* y) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int at = (i * 128 + (threadIdx.x & 127)) * 16;
+    const uint4 a = *reinterpret_cast<const uint4*>(static_cast<const char*>(x) + at), b = *reinterpret_cast<const uint4*>(static_cast<const char*>(y) + at);
+    const Element *u = reinterpret_cast<const Element*>(&a), *v = reinterpret_cast<const Element*>(&b);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum[0] += float(u[e]) * float(v[e]);
+  }
+}
+__device__ __forceinline__ void put_inner_product(float* sums, float sum) {
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if ((threadIdx.x & 31) == 0) sums[kInner + warp_of_group()] = sum;
+}
+
+// From dP = dO U^T and dY U^T (with beta in dY or not, as `other_beta` tells): Z = scale * dP * R and X = dM * R * beta, as operands; and of
+// P * dP + M * dM, below the diagonal, the sums of rows and, for this warp's rows, of columns.
+template <typename Element>
+__device__ __forceinline__ void score_gradients(const float* qk, const float* kk, const float* dp, const float* du, const float* record, float small,
+                                                float scale, Element* z, Element* x, float* sums) {
+  const int lane = threadIdx.x & 31, warp = warp_of_group();
+  float row_log[2], key_log[2], beta[2], row_sum[2] = {0.f, 0.f}, beta_sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    row_log[r] = record[kRowLog + row_of(r)];
+    key_log[r] = record[kKeyLog + row_of(r)];
+    beta[r] = other_beta(record[kBeta + row_of(r)], small);
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int column = 8 * j + 2 * (lane & 3);
+    float column_sum[2] = {0.f, 0.f};
+    if (8 * j < 16 * warp + 16) {
+      const float2 log = *reinterpret_cast<const float2*>(record + kColLog + column);
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int e = 4 * j + 2 * r + c, i = row_of(r);
+          const bool below = column + c < i, kept = column + c <= i;
+          const float col_log = c ? log.y : log.x;
+          // Above the diagonal the exponential may overflow: a choice, not a product with 0.
+          const float dscore = kept ? dp[e] * (ex2(row_log[r] - col_log) * scale) : 0.f;
+          const float dfactor = below ? -du[e] * ex2(key_log[r] - col_log) : 0.f;
+          z[e] = Element(dscore);
+          x[e] = Element(dfactor * beta[r]);
+          const float of_beta = dfactor * kk[e];
+          const float both = below ? dscore * qk[e] + of_beta * beta[r] : 0.f;
+          beta_sum[r] += of_beta;
+          row_sum[r] += both;
+          column_sum[c] += both;
+          if (column + c == i) sums[kDiagonal + i] = du[e];
+        }
+    } else {
+#pragma unroll
+      for (int e = 4 * j; e < 4 * j + 4; ++e) z[e] = x[e] = Element(0.f);
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) column_sum[c] += __shfl_xor_sync(~0u, column_sum[c], d);
+    }
+    if (lane < 4) *reinterpret_cast<float2*>(sums + kCols + 64 * warp + column) = make_float2(column_sum[0], column_sum[1]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    row_sum[r] = sum_of_four(row_sum[r]);
+    beta_sum[r] = sum_of_four(beta_sum[r]);
+    if ((lane & 3) == 0) {
+      sums[kRow + row_of(r)] = row_sum[r];
+      sums[kBetaRow + row_of(r)] = beta_sum[r];
+    }
+  }
+}
+
+// Gradient of x from that of x / |x| times 1 / |x|, which is what products with norms in their factors give: takes out the part along x.
+template <typename Element> __device__ __forceinline__ void take_out_norm(float* d0, float* d1, const void* tiles) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float dot = 0.f, square = 0.f;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 x = two_columns<Element>(static_cast<const char*>(tiles) + (j >> 3) * 8192, row_of(r), j & 7);
+      const float* d = (j < 8 ? d0 : d1) + 4 * (j & 7) + 2 * r;
+      dot += d[0] * x.x + d[1] * x.y;
+      square += x.x * x.x + x.y * x.y;
+    }
+    const float part = sum_of_four(dot) / (sum_of_four(square) + 1e-6f);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 x = two_columns<Element>(static_cast<const char*>(tiles) + (j >> 3) * 8192, row_of(r), j & 7);
+      float* d = (j < 8 ? d0 : d1) + 4 * (j & 7) + 2 * r;
+      d[0] -= part * x.x;
+      d[1] -= part * x.y;
+    }
+  }
+}
+
+// out[i, :] of the first `rows` rows, columns 0-63 from d0 and the others from d1.
+template <typename Element> __device__ __forceinline__ void store_rows(Element* out, long long stride, const float* d0, const float* d1, int rows) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row_of(r) >= rows) continue;
+    Element* at = out + row_of(r) * stride + 2 * (threadIdx.x & 3);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float* d = (j < 8 ? d0 : d1) + 4 * (j & 7) + 2 * r;
+      Element pair[2] = {Element(d[0]), Element(d[1])};
+      *reinterpret_cast<unsigned*>(at + 8 * j) = *reinterpret_cast<const unsigned*>(pair);
+    }
+  }
+}
+
+__device__ __forceinline__ float2 two(const float* x) { return *reinterpret_cast<const float2*>(x + 2 * (threadIdx.x & 31)); }
+template <typename Element> __device__ __forceinline__ void four(const Element* at, float* out) {
+  const uint2 raw = *reinterpret_cast<const uint2*>(at + 4 * (threadIdx.x & 31));
+  const Element* values = reinterpret_cast<const Element*>(&raw);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) out[e] = float(values[e]);
+}
+
+// Gradients of gate and beta of a chunk and value head, by one warp; the lane has tokens 2*lane and 2*lane+1. Rows of dV whose beta is
+// small come without it: they get it here.
+template <typename Element>
+__device__ __forceinline__ void gate_gradients(const float* sums, const float* record, const Element* v, long long v_stride, Element* dv,
+                                               long long dv_stride, float* dg, float* dbeta, long long stride, int rows, float small) {
+  const int lane = threadIdx.x & 31;
+  const float2 query = two(sums + kQuery), key = two(sums + kKey), written = two(sums + kWritten), row = two(sums + kRow);
+  float2 column = two(sums + kCols);
+#pragma unroll
+  for (int warp = 1; warp < 4; ++warp) {
+    const float2 more = two(sums + kCols + 64 * warp);
+    column.x += more.x;
+    column.y += more.y;
+  }
+  const float2 beta = two(record + kBeta), key_log = two(record + kKeyLog), col_log = two(record + kColLog);
+  const float2 decay = make_float2(ex2(key_log.x), ex2(key_log.y));
+  const float inner = record[kChunkDecay] * (sums[kInner] + sums[kInner + 1] + sums[kInner + 2] + sums[kInner + 3]);
+
+  // What token i has its gate for: everything that tokens from i on read of what was before i. What tokens before i wrote reaches the end.
+  const float2 read = make_float2(query.x - other_beta(beta.x, small) * decay.x * key.x + row.x - column.x,
+                                  query.y - other_beta(beta.y, small) * decay.y * key.y + row.y - column.y);
+  float after = read.x + read.y, before = written.x + written.y;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const float down = __shfl_down_sync(~0u, after, d), up = __shfl_up_sync(~0u, before, d);
+    if (lane + d < 32) after += down;
+    if (lane >= d) before += up;
+  }
+  const float first = after + (before - written.x - written.y) + inner, second = after - read.x + (before - written.y) + inner;
+  // A gate below 2^-100 passes nothing on; what is left of its gradient is rounding.
+  const float2 log = make_float2(0.5f * (key_log.x + col_log.x), 0.5f * (key_log.y + col_log.y));
+  const float up = __shfl_up_sync(~0u, log.y, 1), last = lane ? up : 0.f;
+  const int token = 2 * lane;
+  if (token < rows) dg[token * stride] = log.x - last < -100.f ? 0.f : first;
+  if (token + 1 < rows) dg[(token + 1) * stride] = log.y - log.x < -100.f ? 0.f : second;
+
+  const float2 diagonal = two(sums + kDiagonal), of_beta = two(sums + kBetaRow);
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const float b = c ? beta.y : beta.x;
+    const bool is_row = token + c < rows, is_small = fabsf(b) < small;
+    float gradient = (c ? diagonal.y : diagonal.x) / (b * b);
+    unsigned rest = __ballot_sync(~0u, is_row && is_small);
+    while (rest) {
+      const int owner = __ffs(rest) - 1;
+      rest &= rest - 1;
+      float value[4], error[4], dot = 0.f;
+      Element* at = dv + (2 * owner + c) * dv_stride;
+      four(v + (2 * owner + c) * v_stride, value);
+      four(at, error);
+      const float scaled = __shfl_sync(~0u, b, owner);
+      Element out[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        dot += value[e] * error[e];
+        out[e] = Element(scaled * error[e]);
+      }
+      *reinterpret_cast<uint2*>(at + 4 * lane) = *reinterpret_cast<const uint2*>(out);
+#pragma unroll
+      for (int d = 16; d > 0; d /= 2) dot += __shfl_xor_sync(~0u, dot, d);
+      if (lane == owner) gradient = dot - (c ? decay.y * key.y : decay.x * key.x) + (c ? of_beta.y : of_beta.x);
+    }
+    if (is_row) dbeta[(token + c) * stride] = gradient;
+  }
+}
+}  // namespace flashqla

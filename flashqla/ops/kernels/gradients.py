@@ -1,0 +1,393 @@
+"""Gradients of a chunk, once the states that enter and leave it are known: all of them but dV and that of the initial state.
+
+    dP = dO U^T      Z = scale * lower(dP) * R      dM = -strict_lower(dY U^T)      X = beta * dM * R      E = -beta decay dY
+    dQ = sum of the group: scale decay dO S^T + Z K
+    dK = sum of the group: E S^T + (X + X^T) K + Z^T Q + decay_C / decay U dS^T
+    dbeta = dY . U / beta;   dG from q . (scale decay dO S^T), k . (E S^T), k . (decay_C / decay U dS^T), <S, dS>, and
+            sums of rows minus sums of columns of P * dP + M * dM;   dg = reverse cumulative sum of dG
+
+Shapes  q, k [T, hk, 128], v, do, U, dv [T, hv, 128], states, dstates [slots, hv, V, K] in bf16 or fp16; records [slots, hv, 8, 64] fp32
+        ->  dq, dk [T, hk, 128]; dg, dbeta [T, hv] fp32; rows of dv with a small beta (chain.py) in place
+Grid    persistent CTAs; an item is a chunk and a key head, whose value heads follow each other
+Cost    per chunk and value head 13 products of 64x64x128 and 112 KB of HBM, and per key head 2 products and 64 KB: bound by HBM
+Source  differentiation of the chunkwise form, as in reference/backward.py
+
+dq and dk stay in fp32 registers over the value heads of the group, which come in a fixed order: no partial sums in memory, no atomics.
+
+    QUERY  one warpgroup: dQ, <S, dS>               LOAD    one warp: TMA in, zeros past the end of a sequence
+    KEY    one warpgroup: dK                        FINISH  one warp: dg, dbeta from the sums of the others
+    SCORE  one warpgroup: Z, X and their sums
+
+A barrier is named for what it says is ready or free: qk, tokens (dO, U, dY, record of a value head), state (a half of K of S and dS), zx, sums.
+"""
+
+from types import SimpleNamespace
+
+import tilelang
+import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
+
+from flashqla.ops.kernels.common import CHUNK, HEAD_DIM, HOPPER, KEY_DECAY, MANUAL_ROLES, OUT_SCALE, RECORD, SMALL_BETA, TILE, WARP, WARP_GROUP, cuda
+from flashqla.ops.kernels.inverse import CUDA_TYPES
+from flashqla.ops.kernels.roles import release
+
+HALVES = HEAD_DIM // TILE
+BOTH = tuple(range(HALVES))  # a loop over it is unrolled while tracing
+TOKEN_STAGES = 2
+SUMS = 11 * CHUNK  # floats, see gradients.cuh
+QUERY, KEY, WRITTEN, INNER = 0, 64, 128, 640  # where sums lie
+QUERY_END, KEY_END, SCORE_END = WARP_GROUP, 2 * WARP_GROUP, 3 * WARP_GROUP
+LOAD_END, FINISH_END = SCORE_END + WARP, SCORE_END + 2 * WARP
+THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
+QUERY_REGISTERS, KEY_REGISTERS, SCORE_REGISTERS, SERVICE_REGISTERS = 136, 136, 184, 56  # a thread, in all what the CTA starts with
+
+
+@tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
+def build_gradients(dtype: str, l2norm: bool):
+    """The kernel for tokens in `dtype`. l2norm: q and k are normalised by the op, with the norms in the records."""
+    element = CUDA_TYPES[dtype]
+    tokens, slots, hk, hv, offsets = (T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "offsets"))
+    q0, q1, k0, k1, v0, v1, d0, d1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1", "d0", "d1"))
+
+    @T.macro
+    def query(x, dq):
+        sums = [T.alloc_fragment((CHUNK, TILE), "float32") for _ in range(HALVES)]
+        product = T.alloc_fragment((CHUNK, TILE), "float32")
+        dots = T.alloc_local((2,), "float32")
+        inner = T.alloc_local((1,), "float32")
+        slot = T.alloc_var("int32")
+        count = T.alloc_var("int32")  # value heads so far
+        done = T.alloc_var("int32")  # items so far
+        count = 0
+        done = 0
+        for m in T.unroll(x.items, unroll_factor=1):
+            slot = T.truncdiv(x.first_item + m * x.ctas, hk)
+            chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
+            rows: T.int32 = T.cast(chunk & 127, "int32")
+            if rows > 0:
+                for n in BOTH:
+                    T.clear(sums[n])
+                T.barrier_wait(x.qk_ready[0], done & 1)
+                for e in T.unroll(x.group, unroll_factor=1):
+                    s = count % TOKEN_STAGES
+                    dots[0] = 0.0
+                    dots[1] = 0.0
+                    inner[0] = 0.0
+                    T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
+                    for n in BOTH:
+                        T.barrier_wait(x.state_ready[n], count & 1)
+                        for h in BOTH:
+                            T.wgmma_gemm(x.do_smem[s, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
+                        T.call_extern("handle", f"flashqla::add_inner_product<{element}>", inner.data, T.address_of(x.s_smem[n, 0, 0, 0]), T.address_of(x.ds_smem[n, 0, 0, 0]))
+                        T.wait_wgmma(0)
+                        release(x, x.state_free, n)
+                        T.call_extern(
+                            "handle", f"flashqla::add_product<{element}>", sums[n].data, product.data, T.address_of(x.q_smem[n, 0, 0]),
+                            T.address_of(x.record_smem[s, OUT_SCALE, 0]), dots.data,
+                        )
+                    T.barrier_wait(x.sums_free[0], (count & 1) ^ 1)
+                    T.call_extern("handle", "flashqla::put_dots", T.address_of(x.sums[QUERY]), dots.data, T.address_of(x.record_smem[s, OUT_SCALE, 0]))
+                    T.call_extern("handle", "flashqla::put_inner_product", T.address_of(x.sums[0]), inner[0])
+                    T.barrier_arrive(x.sums_ready[0])
+                    release(x, x.tokens_free, s)
+                    T.barrier_wait(x.zx_ready[0], count & 1)
+                    for n in BOTH:
+                        T.wgmma_gemm(x.z_smem, x.k_smem[n, :, :], sums[n])
+                    T.wait_wgmma(0)
+                    release(x, x.zx_free, 0)
+                    count = count + 1
+                if l2norm:
+                    T.call_extern("handle", f"flashqla::take_out_norm<{element}>", sums[0].data, sums[1].data, T.address_of(x.q_smem[0, 0, 0]))
+                release(x, x.qk_free, 0)
+                first: T.int32 = T.cast(chunk >> 7, "int32")
+                T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dq[first, x.first_item + m * x.ctas - slot * hk, 0]), hk * HEAD_DIM,
+                    sums[0].data, sums[1].data, rows)
+                done = done + 1
+
+    @T.macro
+    def key(x, dk):
+        sums = [T.alloc_fragment((CHUNK, TILE), "float32") for _ in range(HALVES)]
+        product = T.alloc_fragment((CHUNK, TILE), "float32")
+        read_dots = T.alloc_local((2,), "float32")
+        written_dots = T.alloc_local((2,), "float32")
+        slot = T.alloc_var("int32")
+        count = T.alloc_var("int32")  # value heads so far
+        done = T.alloc_var("int32")  # items so far
+        count = 0
+        done = 0
+        for m in T.unroll(x.items, unroll_factor=1):
+            slot = T.truncdiv(x.first_item + m * x.ctas, hk)
+            chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
+            rows: T.int32 = T.cast(chunk & 127, "int32")
+            if rows > 0:
+                for n in BOTH:
+                    T.clear(sums[n])
+                T.barrier_wait(x.qk_ready[0], done & 1)
+                for e in T.unroll(x.group, unroll_factor=1):
+                    s = count % TOKEN_STAGES
+                    for r in BOTH:
+                        read_dots[r] = 0.0
+                        written_dots[r] = 0.0
+                    T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
+                    for n in BOTH:
+                        T.barrier_wait(x.state_ready[n], count & 1)
+                        for h in BOTH:
+                            T.wgmma_gemm(x.dy_smem[s, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
+                        T.wait_wgmma(0)
+                        T.call_extern(
+                            "handle", f"flashqla::add_error_product<{element}>", sums[n].data, product.data, T.address_of(x.k_smem[n, 0, 0]),
+                            T.address_of(x.record_smem[s, 0, 0]), SMALL_BETA, read_dots.data,
+                        )
+                        for h in BOTH:
+                            T.wgmma_gemm(x.u_smem[s, h, :, :], x.ds_smem[n, h, :, :], product, clear_accum=h == 0)
+                        T.wait_wgmma(0)
+                        release(x, x.state_free, n)
+                        T.call_extern(
+                            "handle", f"flashqla::add_product<{element}>", sums[n].data, product.data, T.address_of(x.k_smem[n, 0, 0]),
+                            T.address_of(x.record_smem[s, KEY_DECAY, 0]), written_dots.data,
+                        )
+                    T.barrier_wait(x.sums_free[0], (count & 1) ^ 1)
+                    T.call_extern("handle", "flashqla::put_dots", T.address_of(x.sums[KEY]), read_dots.data, 0)
+                    T.call_extern("handle", "flashqla::put_dots", T.address_of(x.sums[WRITTEN]), written_dots.data, T.address_of(x.record_smem[s, KEY_DECAY, 0]))
+                    T.barrier_arrive(x.sums_ready[0])
+                    release(x, x.tokens_free, s)
+                    T.barrier_wait(x.zx_ready[0], count & 1)
+                    for n in BOTH:
+                        T.wgmma_gemm(x.x_smem, x.k_smem[n, :, :], sums[n])
+                        T.wgmma_gemm(x.x_smem, x.k_smem[n, :, :], sums[n], transpose_A=True)
+                        T.wgmma_gemm(x.z_smem, x.q_smem[n, :, :], sums[n], transpose_A=True)
+                    T.wait_wgmma(0)
+                    release(x, x.zx_free, 0)
+                    count = count + 1
+                if l2norm:
+                    T.call_extern("handle", f"flashqla::take_out_norm<{element}>", sums[0].data, sums[1].data, T.address_of(x.k_smem[0, 0, 0]))
+                release(x, x.qk_free, 0)
+                first: T.int32 = T.cast(chunk >> 7, "int32")
+                T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dk[first, x.first_item + m * x.ctas - slot * hk, 0]), hk * HEAD_DIM,
+                    sums[0].data, sums[1].data, rows)
+                done = done + 1
+
+    @T.macro
+    def score_gradient(x, scale):
+        qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        dp = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        du = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        z = T.alloc_local((CHUNK * CHUNK // WARP_GROUP,), dtype)
+        x_out = T.alloc_local((CHUNK * CHUNK // WARP_GROUP,), dtype)
+        slot = T.alloc_var("int32")
+        count = T.alloc_var("int32")  # value heads so far
+        done = T.alloc_var("int32")  # items so far
+        count = 0
+        done = 0
+        for m in T.unroll(x.items, unroll_factor=1):
+            slot = T.truncdiv(x.first_item + m * x.ctas, hk)
+            chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
+            if chunk & 127 > 0:
+                T.barrier_wait(x.qk_ready[0], done & 1)
+                for n in BOTH:
+                    T.wgmma_gemm(x.q_smem[n, :, :], x.k_smem[n, :, :], qk, transpose_B=True, clear_accum=n == 0)
+                for n in BOTH:
+                    T.wgmma_gemm(x.k_smem[n, :, :], x.k_smem[n, :, :], kk, transpose_B=True, clear_accum=n == 0)
+                T.wait_wgmma(0)
+                release(x, x.qk_free, 0)
+                for e in T.unroll(x.group, unroll_factor=1):
+                    s = count % TOKEN_STAGES
+                    T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
+                    for h in BOTH:
+                        T.wgmma_gemm(x.do_smem[s, h, :, :], x.u_smem[s, h, :, :], dp, transpose_B=True, clear_accum=h == 0)
+                    for h in BOTH:
+                        T.wgmma_gemm(x.dy_smem[s, h, :, :], x.u_smem[s, h, :, :], du, transpose_B=True, clear_accum=h == 0)
+                    T.wait_wgmma(0)
+                    T.barrier_wait(x.sums_free[0], (count & 1) ^ 1)
+                    T.call_extern(
+                        "handle", f"flashqla::score_gradients<{element}>", qk.data, kk.data, dp.data, du.data, T.address_of(x.record_smem[s, 0, 0]),
+                        SMALL_BETA, scale, z.data, x_out.data, T.address_of(x.sums[0]),
+                    )
+                    T.barrier_arrive(x.sums_ready[0])
+                    release(x, x.tokens_free, s)
+                    T.barrier_wait(x.zx_free[0], (count & 1) ^ 1)
+                    T.call_extern("handle", "flashqla::store_tile", T.address_of(x.z_smem[0, 0]), z.data)
+                    T.call_extern("handle", "flashqla::store_tile", T.address_of(x.x_smem[0, 0]), x_out.data)
+                    T.fence_proxy_async()
+                    T.barrier_arrive(x.zx_ready[0])
+                    count = count + 1
+                done = done + 1
+
+    @T.macro
+    def load_tokens(x, first, head, slot, s, ready, stage):
+        for h in BOTH:
+            column = h * TILE
+            T.tma_copy(x.do[first:first + CHUNK, head, column:column + TILE], x.do_smem[s, h, :, :], barrier=ready[stage])
+            T.tma_copy(x.u[first:first + CHUNK, head, column:column + TILE], x.u_smem[s, h, :, :], barrier=ready[stage])
+            T.tma_copy(x.dv[first:first + CHUNK, head, column:column + TILE], x.dy_smem[s, h, :, :], barrier=ready[stage])
+        T.tma_copy(x.records[slot, head, :, :], x.record_smem[s, :, :], barrier=ready[stage])
+
+    @T.macro
+    def load_qk(x, first, k_head, ready):
+        for n in BOTH:
+            column = n * TILE
+            T.tma_copy(x.q[first:first + CHUNK, k_head, column:column + TILE], x.q_smem[n, :, :], barrier=ready[0])
+            T.tma_copy(x.k[first:first + CHUNK, k_head, column:column + TILE], x.k_smem[n, :, :], barrier=ready[0])
+
+    @T.macro
+    def load(x):
+        slot = T.alloc_var("int32")
+        count = T.alloc_var("int32")  # value heads so far
+        done = T.alloc_var("int32")  # items so far
+        tails = T.alloc_var("int32")
+        count = 0
+        done = 0
+        tails = 0
+        for m in T.unroll(x.items, unroll_factor=1):
+            slot = T.truncdiv(x.first_item + m * x.ctas, hk)
+            k_head: T.int32 = x.first_item + m * x.ctas - slot * hk
+            chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
+            rows: T.int32 = T.cast(chunk & 127, "int32")
+            first: T.int32 = T.cast(chunk >> 7, "int32")
+            if rows > 0:
+                for e in T.unroll(x.group, unroll_factor=1):
+                    s = count % TOKEN_STAGES
+                    head = k_head * x.group + e
+                    T.barrier_wait(x.tokens_free[s], ((count // TOKEN_STAGES) & 1) ^ 1)
+                    if rows == CHUNK:
+                        load_tokens(x, first, head, slot, s, x.tokens_ready, s)
+                    else:  # the rows past the end belong to another sequence, or to nobody
+                        load_tokens(x, first, head, slot, s, x.tail_ready, 0)
+                        T.barrier_arrive(x.tail_ready[0])
+                        T.barrier_wait(x.tail_ready[0], tails & 1)
+                        tails = tails + 1
+                        for h in BOTH:
+                            T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.do_smem[s, h, 0, 0]), rows)
+                            T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.u_smem[s, h, 0, 0]), rows)
+                            T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.dy_smem[s, h, 0, 0]), rows)
+                        T.fence_proxy_async()
+                    T.barrier_arrive(x.tokens_ready[s])
+                    # In the order in which shared memory becomes free: q and k are read to the end of an item.
+                    for n in BOTH:
+                        T.barrier_wait(x.state_free[n], (count & 1) ^ 1)
+                        for h in BOTH:
+                            T.tma_copy(x.states[slot, head, h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], x.s_smem[n, h, :, :], barrier=x.state_ready[n])
+                            T.tma_copy(x.dstates[slot, head, h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], x.ds_smem[n, h, :, :], barrier=x.state_ready[n])
+                        T.barrier_arrive(x.state_ready[n])
+                    if e == 0:
+                        T.barrier_wait(x.qk_free[0], (done & 1) ^ 1)
+                        if rows == CHUNK:
+                            load_qk(x, first, k_head, x.qk_ready)
+                        else:
+                            load_qk(x, first, k_head, x.tail_ready)
+                            T.barrier_arrive(x.tail_ready[0])
+                            T.barrier_wait(x.tail_ready[0], tails & 1)
+                            tails = tails + 1
+                            for n in BOTH:
+                                T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.q_smem[n, 0, 0]), rows)
+                                T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.k_smem[n, 0, 0]), rows)
+                            T.fence_proxy_async()
+                        T.barrier_arrive(x.qk_ready[0])
+                    count = count + 1
+                done = done + 1
+
+    @T.macro
+    def finish(x, v, dg, dbeta):
+        slot = T.alloc_var("int32")
+        count = T.alloc_var("int32")  # value heads so far
+        count = 0
+        for m in T.unroll(x.items, unroll_factor=1):
+            slot = T.truncdiv(x.first_item + m * x.ctas, hk)
+            chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
+            rows: T.int32 = T.cast(chunk & 127, "int32")
+            first: T.int32 = T.cast(chunk >> 7, "int32")
+            if rows > 0:
+                for e in T.unroll(x.group, unroll_factor=1):
+                    head = (x.first_item + m * x.ctas - slot * hk) * x.group + e
+                    T.barrier_wait(x.sums_ready[0], count & 1)
+                    T.call_extern(
+                        "handle", f"flashqla::gate_gradients<{element}>", T.address_of(x.sums[0]), T.address_of(x.records[slot, head, 0, 0]),
+                        T.address_of(v[first, head, 0]), v0, T.address_of(x.dv[first, head, 0]), hv * HEAD_DIM,
+                        T.address_of(dg[first, head]), T.address_of(dbeta[first, head]), hv, rows, SMALL_BETA,
+                    )
+                    T.barrier_arrive(x.sums_free[0])
+                    count = count + 1
+
+    @T.prim_func
+    def chunk_gradients(
+        q: T.StridedTensor((tokens, hk, HEAD_DIM), (q0, q1, 1), dtype),
+        k: T.StridedTensor((tokens, hk, HEAD_DIM), (k0, k1, 1), dtype),
+        v: T.StridedTensor((tokens, hv, HEAD_DIM), (v0, v1, 1), dtype),
+        do: T.StridedTensor((tokens, hv, HEAD_DIM), (d0, d1, 1), dtype),
+        u: T.Tensor((tokens, hv, HEAD_DIM), dtype),
+        records: T.Tensor((slots, hv, RECORD, CHUNK), "float32"),
+        states: T.Tensor((slots, hv, HEAD_DIM, HEAD_DIM), dtype),
+        dstates: T.Tensor((slots, hv, HEAD_DIM, HEAD_DIM), dtype),
+        cu_seqlens: T.Tensor((offsets,), "int32"),
+        dq: T.Tensor((tokens, hk, HEAD_DIM), dtype),
+        dk: T.Tensor((tokens, hk, HEAD_DIM), dtype),
+        dv: T.Tensor((tokens, hv, HEAD_DIM), dtype),
+        dg: T.Tensor((tokens, hv), "float32"),
+        dbeta: T.Tensor((tokens, hv), "float32"),
+        scale: T.float32,
+        sequences: T.int32,
+        offset_step: T.int32,
+        ctas: T.int32,
+    ):
+        with T.Kernel(ctas, threads=THREADS) as bx:
+            T.import_source(cuda("tiles", "segments", "gradients"))
+            tile = (TOKEN_STAGES, HALVES, CHUNK, TILE)  # of tokens: halves of V
+            do_smem = T.alloc_shared(tile, dtype)
+            u_smem = T.alloc_shared(tile, dtype)
+            dy_smem = T.alloc_shared(tile, dtype)
+            record_smem = T.alloc_shared((TOKEN_STAGES, RECORD, CHUNK), "float32")
+            s_smem = T.alloc_shared((HALVES, HALVES, TILE, TILE), dtype)  # halves of K, of V
+            ds_smem = T.alloc_shared((HALVES, HALVES, TILE, TILE), dtype)
+            q_smem = T.alloc_shared((HALVES, CHUNK, TILE), dtype)
+            k_smem = T.alloc_shared((HALVES, CHUNK, TILE), dtype)
+            z_smem = T.alloc_shared((CHUNK, CHUNK), dtype)
+            x_smem = T.alloc_shared((CHUNK, CHUNK), dtype)
+            sums = T.alloc_shared((SUMS,), "float32")
+            tiles = (do_smem, u_smem, dy_smem, s_smem, ds_smem, q_smem, k_smem, z_smem, x_smem)
+            T.annotate_layout({smem: make_swizzled_layout(smem) for smem in tiles})
+            qk_ready = T.alloc_barrier([WARP])  # LOAD -> QUERY, KEY, SCORE
+            qk_free = T.alloc_barrier([SCORE_END // WARP])  # QUERY, KEY, SCORE -> LOAD
+            tokens_ready = T.alloc_barrier([WARP] * TOKEN_STAGES)  # LOAD -> QUERY, KEY, SCORE
+            tokens_free = T.alloc_barrier([SCORE_END // WARP] * TOKEN_STAGES)  # QUERY, KEY, SCORE -> LOAD
+            state_ready = T.alloc_barrier([WARP] * HALVES)  # LOAD -> QUERY, KEY
+            state_free = T.alloc_barrier([KEY_END // WARP] * HALVES)  # QUERY, KEY -> LOAD
+            zx_ready = T.alloc_barrier([WARP_GROUP])  # SCORE -> QUERY, KEY
+            zx_free = T.alloc_barrier([KEY_END // WARP])  # QUERY, KEY -> SCORE
+            sums_ready = T.alloc_barrier([SCORE_END])  # QUERY, KEY, SCORE -> FINISH
+            sums_free = T.alloc_barrier([WARP])  # FINISH -> QUERY, KEY, SCORE
+            tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
+
+            tx = T.get_thread_binding()
+            # Variables, or their quotients are computed at every use.
+            group = T.alloc_var("int32")
+            items = T.alloc_var("int32")
+            group = T.truncdiv(hv, hk)
+            items = T.truncdiv(slots * hk - bx + ctas - 1, ctas)
+            T.pdl_sync()  # until the recurrences have ended
+            x = SimpleNamespace(
+                q=q, k=k, do=do, u=u, dv=dv, records=records, states=states, dstates=dstates,
+                do_smem=do_smem, u_smem=u_smem, dy_smem=dy_smem, record_smem=record_smem, s_smem=s_smem, ds_smem=ds_smem,
+                q_smem=q_smem, k_smem=k_smem, z_smem=z_smem, x_smem=x_smem, sums=sums,
+                qk_ready=qk_ready, qk_free=qk_free, tokens_ready=tokens_ready, tokens_free=tokens_free, state_ready=state_ready, state_free=state_free,
+                zx_ready=zx_ready, zx_free=zx_free, sums_ready=sums_ready, sums_free=sums_free, tail_ready=tail_ready,
+                tx=tx, group=group, first_item=bx, items=items, ctas=ctas,
+                of_chunk=(T.address_of(cu_seqlens[0]), offset_step, sequences, tokens),
+            )
+            if tx < QUERY_END:
+                T.inc_max_nreg(QUERY_REGISTERS)
+                query(x, dq)
+            elif tx < KEY_END:
+                T.inc_max_nreg(KEY_REGISTERS)
+                key(x, dk)
+            elif tx < SCORE_END:
+                T.inc_max_nreg(SCORE_REGISTERS)
+                score_gradient(x, scale)
+            else:
+                T.dec_max_nreg(SERVICE_REGISTERS)
+                if tx < LOAD_END:
+                    load(x)
+                elif tx < FINISH_END:
+                    finish(x, v, dg, dbeta)
+
+    return chunk_gradients
