@@ -8,10 +8,19 @@ __device__ __forceinline__ float sum_of_four(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
-// Columns 8j + 2(t%4) and the next of a row of a swizzled tile.
-template <typename Element> __device__ __forceinline__ float2 two_columns(const void* tile, int row, int j) {
-  const char* at = static_cast<const char*>(tile) + row * 128 + ((j ^ (row & 7)) << 4) + (threadIdx.x & 3) * 4;
-  const Element* values = reinterpret_cast<const Element*>(at);
+// The same number, of which the compiler does not know it. What is computed from it is computed where it is used: kept from one use to the next, the
+// addresses and descriptors of tiles take registers that are not there.
+__device__ __forceinline__ int anew(int x) { asm volatile("" : "+r"(x)); return x; }
+
+// Where this thread's columns 0.. of row row_of(0) of a swizzled tile lie.
+__device__ __forceinline__ unsigned own_row(const void* tile) {
+  return anew(swizzled(static_cast<unsigned>(__cvta_generic_to_shared(tile)), row_of(0), 0) + (threadIdx.x & 3) * 4);
+}
+// Columns 8j + 2(t%4) and the next of row row_of(r), from own_row. Rows 8 apart are swizzled alike.
+template <typename Element> __device__ __forceinline__ float2 two_columns(unsigned row, int r, int j) {
+  unsigned raw;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(raw) : "r"((row ^ (j << 4)) + r * 1024) : "memory");
+  const Element* values = reinterpret_cast<const Element*>(&raw);
   return make_float2(float(values[0]), float(values[1]));
 }
 
@@ -34,11 +43,12 @@ __device__ __forceinline__ long long chunk_of(const int* offsets, int step, int 
 // sum[i, :] += factor[i] * product[i, :], and dots[i] += product[i, :] . tile[i, :]
 template <typename Element>
 __device__ __forceinline__ void add_rows(float* sum, const float* product, const void* tile, float factor0, float factor1, float* dots) {
+  const unsigned row = own_row(tile);
 #pragma unroll
   for (int r = 0; r < 2; ++r)
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 x = two_columns<Element>(tile, row_of(r), j);
+      const float2 x = two_columns<Element>(row, r, j);
       const float* p = product + 4 * j + 2 * r;
       const float factor = r ? factor1 : factor0;
       sum[4 * j + 2 * r] += factor * p[0];
@@ -146,12 +156,13 @@ __device__ __forceinline__ void score_gradients(const float* qk, const float* kk
 
 // Gradient of x from that of x / |x| times 1 / |x|, which is what products with norms in their factors give: takes out the part along x.
 template <typename Element> __device__ __forceinline__ void take_out_norm(float* d0, float* d1, const void* tiles) {
+  const unsigned row = own_row(tiles);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float dot = 0.f, square = 0.f;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      const float2 x = two_columns<Element>(static_cast<const char*>(tiles) + (j >> 3) * 8192, row_of(r), j & 7);
+      const float2 x = two_columns<Element>(row, 8 * (j >> 3) + r, j & 7);
       const float* d = (j < 8 ? d0 : d1) + 4 * (j & 7) + 2 * r;
       dot += d[0] * x.x + d[1] * x.y;
       square += x.x * x.x + x.y * x.y;
@@ -159,7 +170,7 @@ template <typename Element> __device__ __forceinline__ void take_out_norm(float*
     const float part = sum_of_four(dot) / (sum_of_four(square) + 1e-6f);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      const float2 x = two_columns<Element>(static_cast<const char*>(tiles) + (j >> 3) * 8192, row_of(r), j & 7);
+      const float2 x = two_columns<Element>(row, 8 * (j >> 3) + r, j & 7);
       float* d = (j < 8 ? d0 : d1) + 4 * (j & 7) + 2 * r;
       d[0] -= part * x.x;
       d[1] -= part * x.y;
@@ -211,17 +222,20 @@ __device__ __forceinline__ void gate_gradients(const float* sums, const float* r
   // What token i has its gate for: everything that tokens from i on read of what was before i. What tokens before i wrote reaches the end.
   const float2 read = make_float2(query.x - other_beta(beta.x, small) * decay.x * key.x + row.x - column.x,
                                   query.y - other_beta(beta.y, small) * decay.y * key.y + row.y - column.y);
-  float after = read.x + read.y, before = written.x + written.y;
+  float from = read.x + read.y, until = written.x + written.y;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    const float down = __shfl_down_sync(~0u, after, d), up = __shfl_up_sync(~0u, before, d);
-    if (lane + d < 32) after += down;
-    if (lane >= d) before += up;
+    const float down = __shfl_down_sync(~0u, from, d), up = __shfl_up_sync(~0u, until, d);
+    if (lane + d < 32) from += down;
+    if (lane >= d) until += up;
   }
-  const float first = after + (before - written.x - written.y) + inner, second = after - read.x + (before - written.y) + inner;
+  // Sums of other lanes, not of all less one's own: under a strong gate what is left would be rounding.
+  const float down = __shfl_down_sync(~0u, from, 1), up = __shfl_up_sync(~0u, until, 1);
+  const float after = lane < 31 ? down : 0.f, before = lane ? up : 0.f;
+  const float first = from + before + inner, second = after + read.y + before + written.x + inner;
   // A gate below 2^-100 passes nothing on; what is left of its gradient is rounding.
   const float2 log = make_float2(0.5f * (key_log.x + col_log.x), 0.5f * (key_log.y + col_log.y));
-  const float up = __shfl_up_sync(~0u, log.y, 1), last = lane ? up : 0.f;
+  const float log_before = __shfl_up_sync(~0u, log.y, 1), last = lane ? log_before : 0.f;
   const int token = 2 * lane;
   if (token < rows) dg[token * stride] = log.x - last < -100.f ? 0.f : first;
   if (token + 1 < rows) dg[(token + 1) * stride] = log.y - log.x < -100.f ? 0.f : second;

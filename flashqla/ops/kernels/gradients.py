@@ -39,7 +39,7 @@ QUERY, KEY, WRITTEN, INNER = 0, 64, 128, 640  # where sums lie
 QUERY_END, KEY_END, SCORE_END = WARP_GROUP, 2 * WARP_GROUP, 3 * WARP_GROUP
 LOAD_END, FINISH_END = SCORE_END + WARP, SCORE_END + 2 * WARP
 THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
-QUERY_REGISTERS, KEY_REGISTERS, SCORE_REGISTERS, SERVICE_REGISTERS = 136, 136, 184, 56  # a thread, in all what the CTA starts with
+QUERY_REGISTERS, KEY_REGISTERS, SCORE_REGISTERS, SERVICE_REGISTERS = 136, 152, 160, 64  # a thread, in all what the CTA starts with
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -55,20 +55,24 @@ def build_gradients(dtype: str, l2norm: bool):
         product = T.alloc_fragment((CHUNK, TILE), "float32")
         dots = T.alloc_local((2,), "float32")
         inner = T.alloc_local((1,), "float32")
+        item = T.alloc_var("int32")
         slot = T.alloc_var("int32")
         count = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
+        group = T.alloc_var("int32")
+        item = x.first_item
+        group = T.truncdiv(hv, hk)
         count = 0
         done = 0
-        for m in T.unroll(x.items, unroll_factor=1):
-            slot = T.truncdiv(x.first_item + m * x.ctas, hk)
+        while item < slots * hk:
+            slot = T.truncdiv(item, hk)
             chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
             rows: T.int32 = T.cast(chunk & 127, "int32")
             if rows > 0:
                 for n in BOTH:
                     T.clear(sums[n])
                 T.barrier_wait(x.qk_ready[0], done & 1)
-                for e in T.unroll(x.group, unroll_factor=1):
+                for e in T.unroll(group, unroll_factor=1):
                     s = count % TOKEN_STAGES
                     dots[0] = 0.0
                     dots[1] = 0.0
@@ -76,8 +80,9 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
                     for n in BOTH:
                         T.barrier_wait(x.state_ready[n], count & 1)
+                        for_do: T.int32 = T.call_extern("int32", "flashqla::anew", s)
                         for h in BOTH:
-                            T.wgmma_gemm(x.do_smem[s, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
+                            T.wgmma_gemm(x.do_smem[for_do, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
                         T.call_extern("handle", f"flashqla::add_inner_product<{element}>", inner.data, T.address_of(x.s_smem[n, 0, 0, 0]), T.address_of(x.ds_smem[n, 0, 0, 0]))
                         T.wait_wgmma(0)
                         release(x, x.state_free, n)
@@ -100,9 +105,10 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.call_extern("handle", f"flashqla::take_out_norm<{element}>", sums[0].data, sums[1].data, T.address_of(x.q_smem[0, 0, 0]))
                 release(x, x.qk_free, 0)
                 first: T.int32 = T.cast(chunk >> 7, "int32")
-                T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dq[first, x.first_item + m * x.ctas - slot * hk, 0]), hk * HEAD_DIM,
+                T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dq[first, item - slot * hk, 0]), hk * HEAD_DIM,
                     sums[0].data, sums[1].data, rows)
                 done = done + 1
+            item = item + x.ctas
 
     @T.macro
     def key(x, dk):
@@ -110,20 +116,24 @@ def build_gradients(dtype: str, l2norm: bool):
         product = T.alloc_fragment((CHUNK, TILE), "float32")
         read_dots = T.alloc_local((2,), "float32")
         written_dots = T.alloc_local((2,), "float32")
+        item = T.alloc_var("int32")
         slot = T.alloc_var("int32")
         count = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
+        group = T.alloc_var("int32")
+        item = x.first_item
+        group = T.truncdiv(hv, hk)
         count = 0
         done = 0
-        for m in T.unroll(x.items, unroll_factor=1):
-            slot = T.truncdiv(x.first_item + m * x.ctas, hk)
+        while item < slots * hk:
+            slot = T.truncdiv(item, hk)
             chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
             rows: T.int32 = T.cast(chunk & 127, "int32")
             if rows > 0:
                 for n in BOTH:
                     T.clear(sums[n])
                 T.barrier_wait(x.qk_ready[0], done & 1)
-                for e in T.unroll(x.group, unroll_factor=1):
+                for e in T.unroll(group, unroll_factor=1):
                     s = count % TOKEN_STAGES
                     for r in BOTH:
                         read_dots[r] = 0.0
@@ -131,15 +141,17 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
                     for n in BOTH:
                         T.barrier_wait(x.state_ready[n], count & 1)
+                        for_dy: T.int32 = T.call_extern("int32", "flashqla::anew", s)
                         for h in BOTH:
-                            T.wgmma_gemm(x.dy_smem[s, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
+                            T.wgmma_gemm(x.dy_smem[for_dy, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
                         T.wait_wgmma(0)
                         T.call_extern(
                             "handle", f"flashqla::add_error_product<{element}>", sums[n].data, product.data, T.address_of(x.k_smem[n, 0, 0]),
                             T.address_of(x.record_smem[s, 0, 0]), SMALL_BETA, read_dots.data,
                         )
+                        for_u: T.int32 = T.call_extern("int32", "flashqla::anew", s)
                         for h in BOTH:
-                            T.wgmma_gemm(x.u_smem[s, h, :, :], x.ds_smem[n, h, :, :], product, clear_accum=h == 0)
+                            T.wgmma_gemm(x.u_smem[for_u, h, :, :], x.ds_smem[n, h, :, :], product, clear_accum=h == 0)
                         T.wait_wgmma(0)
                         release(x, x.state_free, n)
                         T.call_extern(
@@ -163,9 +175,10 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.call_extern("handle", f"flashqla::take_out_norm<{element}>", sums[0].data, sums[1].data, T.address_of(x.k_smem[0, 0, 0]))
                 release(x, x.qk_free, 0)
                 first: T.int32 = T.cast(chunk >> 7, "int32")
-                T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dk[first, x.first_item + m * x.ctas - slot * hk, 0]), hk * HEAD_DIM,
+                T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dk[first, item - slot * hk, 0]), hk * HEAD_DIM,
                     sums[0].data, sums[1].data, rows)
                 done = done + 1
+            item = item + x.ctas
 
     @T.macro
     def score_gradient(x, scale):
@@ -175,13 +188,17 @@ def build_gradients(dtype: str, l2norm: bool):
         du = T.alloc_fragment((CHUNK, CHUNK), "float32")
         z = T.alloc_local((CHUNK * CHUNK // WARP_GROUP,), dtype)
         x_out = T.alloc_local((CHUNK * CHUNK // WARP_GROUP,), dtype)
+        item = T.alloc_var("int32")
         slot = T.alloc_var("int32")
         count = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
+        group = T.alloc_var("int32")
+        item = x.first_item
+        group = T.truncdiv(hv, hk)
         count = 0
         done = 0
-        for m in T.unroll(x.items, unroll_factor=1):
-            slot = T.truncdiv(x.first_item + m * x.ctas, hk)
+        while item < slots * hk:
+            slot = T.truncdiv(item, hk)
             chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
             if chunk & 127 > 0:
                 T.barrier_wait(x.qk_ready[0], done & 1)
@@ -191,7 +208,7 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.wgmma_gemm(x.k_smem[n, :, :], x.k_smem[n, :, :], kk, transpose_B=True, clear_accum=n == 0)
                 T.wait_wgmma(0)
                 release(x, x.qk_free, 0)
-                for e in T.unroll(x.group, unroll_factor=1):
+                for e in T.unroll(group, unroll_factor=1):
                     s = count % TOKEN_STAGES
                     T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
                     for h in BOTH:
@@ -213,6 +230,7 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.barrier_arrive(x.zx_ready[0])
                     count = count + 1
                 done = done + 1
+            item = item + x.ctas
 
     @T.macro
     def load_tokens(x, first, head, slot, s, ready, stage):
@@ -232,23 +250,27 @@ def build_gradients(dtype: str, l2norm: bool):
 
     @T.macro
     def load(x):
+        item = T.alloc_var("int32")
         slot = T.alloc_var("int32")
         count = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
         tails = T.alloc_var("int32")
+        group = T.alloc_var("int32")
+        item = x.first_item
+        group = T.truncdiv(hv, hk)
         count = 0
         done = 0
         tails = 0
-        for m in T.unroll(x.items, unroll_factor=1):
-            slot = T.truncdiv(x.first_item + m * x.ctas, hk)
-            k_head: T.int32 = x.first_item + m * x.ctas - slot * hk
+        while item < slots * hk:
+            slot = T.truncdiv(item, hk)
+            k_head: T.int32 = item - slot * hk
             chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
             rows: T.int32 = T.cast(chunk & 127, "int32")
             first: T.int32 = T.cast(chunk >> 7, "int32")
             if rows > 0:
-                for e in T.unroll(x.group, unroll_factor=1):
+                for e in T.unroll(group, unroll_factor=1):
                     s = count % TOKEN_STAGES
-                    head = k_head * x.group + e
+                    head = k_head * group + e
                     T.barrier_wait(x.tokens_free[s], ((count // TOKEN_STAGES) & 1) ^ 1)
                     if rows == CHUNK:
                         load_tokens(x, first, head, slot, s, x.tokens_ready, s)
@@ -286,20 +308,25 @@ def build_gradients(dtype: str, l2norm: bool):
                         T.barrier_arrive(x.qk_ready[0])
                     count = count + 1
                 done = done + 1
+            item = item + x.ctas
 
     @T.macro
     def finish(x, v, dg, dbeta):
+        item = T.alloc_var("int32")
         slot = T.alloc_var("int32")
         count = T.alloc_var("int32")  # value heads so far
+        group = T.alloc_var("int32")
+        item = x.first_item
+        group = T.truncdiv(hv, hk)
         count = 0
-        for m in T.unroll(x.items, unroll_factor=1):
-            slot = T.truncdiv(x.first_item + m * x.ctas, hk)
+        while item < slots * hk:
+            slot = T.truncdiv(item, hk)
             chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
             rows: T.int32 = T.cast(chunk & 127, "int32")
             first: T.int32 = T.cast(chunk >> 7, "int32")
             if rows > 0:
-                for e in T.unroll(x.group, unroll_factor=1):
-                    head = (x.first_item + m * x.ctas - slot * hk) * x.group + e
+                for e in T.unroll(group, unroll_factor=1):
+                    head = (item - slot * hk) * group + e
                     T.barrier_wait(x.sums_ready[0], count & 1)
                     T.call_extern(
                         "handle", f"flashqla::gate_gradients<{element}>", T.address_of(x.sums[0]), T.address_of(x.records[slot, head, 0, 0]),
@@ -308,6 +335,7 @@ def build_gradients(dtype: str, l2norm: bool):
                     )
                     T.barrier_arrive(x.sums_free[0])
                     count = count + 1
+            item = item + x.ctas
 
     @T.prim_func
     def chunk_gradients(
@@ -359,11 +387,6 @@ def build_gradients(dtype: str, l2norm: bool):
             tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
 
             tx = T.get_thread_binding()
-            # Variables, or their quotients are computed at every use.
-            group = T.alloc_var("int32")
-            items = T.alloc_var("int32")
-            group = T.truncdiv(hv, hk)
-            items = T.truncdiv(slots * hk - bx + ctas - 1, ctas)
             T.pdl_sync()  # until the recurrences have ended
             x = SimpleNamespace(
                 q=q, k=k, do=do, u=u, dv=dv, records=records, states=states, dstates=dstates,
@@ -371,7 +394,7 @@ def build_gradients(dtype: str, l2norm: bool):
                 q_smem=q_smem, k_smem=k_smem, z_smem=z_smem, x_smem=x_smem, sums=sums,
                 qk_ready=qk_ready, qk_free=qk_free, tokens_ready=tokens_ready, tokens_free=tokens_free, state_ready=state_ready, state_free=state_free,
                 zx_ready=zx_ready, zx_free=zx_free, sums_ready=sums_ready, sums_free=sums_free, tail_ready=tail_ready,
-                tx=tx, group=group, first_item=bx, items=items, ctas=ctas,
+                tx=tx, first_item=bx, ctas=ctas,
                 of_chunk=(T.address_of(cu_seqlens[0]), offset_step, sequences, tokens),
             )
             if tx < QUERY_END:
