@@ -84,16 +84,15 @@ def build(kernel: str, *arguments: int | str | bool) -> Built:
     report = "\n".join(record.getMessage() for record in log.buffer)
     source = built.get_kernel_source()
     (function,) = built.artifact.device_mod.functions.values()
-    (registers,), (static_smem,) = (
-        [int(n) for n in re.findall(pattern, report)] for pattern in (r"Used (\d+) registers", r"(\d+) bytes smem")
-    )
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", report))
+    static_smem = sum(map(int, re.findall(r"(\d+) bytes smem", report)))  # not reported where there is none
     return Built(
         source=" ".join(source[source.index("__launch_bounds__") :].split()),
         report=report,
         code=code,
         threads=int(function.attrs["thread_extent"]["threadIdx.x"]),
         registers=-(-registers // 8) * 8,
-        smem=static_smem + int(function.attrs["dyn_shared_memory_buf"]),
+        smem=static_smem + int(function.attrs.get("dyn_shared_memory_buf", 0)),
     )
 
 

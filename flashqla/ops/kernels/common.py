@@ -15,6 +15,7 @@ MANUAL_ROLES = {
     "tl.enable_fast_math": True,
 }
 
+CUDA_TYPES = {"bfloat16": "bfloat16_t", "float16": "half_t", "float32": "float"}
 TILE = 64  # columns of a 16-bit tile with rows of 128 bytes, the widest that swizzles
 WARP = 32
 WARP_GROUP = 128  # threads

@@ -3,7 +3,7 @@
     W  = beta V - (beta decay K) S       U = A W             P = scale * lower(Q K^T) * R
     O  = scale decay Q S + P U           S <- decay_C S + (decay_C / decay K)^T U
 
-Shapes  q, k [T, hk, 128], v, o [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records [slots, hv, 7, 64] fp32 of the inverse kernel;
+Shapes  q, k [T, hk, 128], v, o [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records [slots, hv, 8, 64] fp32 of the inverse kernel;
         initial_state [N, hv, K, V] fp32, bf16 or fp16, final_state the same in fp32, any strides; on demand h [chunks, hv, K, V],
         the state that enters each chunk; of a split sequence states [segments, hv, V, K] fp32, at the end of each segment
 Grid    a CTA per segment (of segment_chunks chunks; 0: a whole sequence), value head and v_tile columns of V

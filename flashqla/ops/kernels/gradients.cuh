@@ -1,8 +1,7 @@
-// What the gradients kernel does with accumulators between its products; gradients.py says what it computes. Needs tiles.cuh, segments.cuh.
+// What the gradients kernel does with accumulators between its products; gradients.py says what it computes. Needs tiles.cuh, records.cuh.
 //
 // An accumulator of 64x64 is held as tiles.cuh says: this thread has rows row_of(0) and row_of(1), of each 16 columns.
 namespace flashqla {
-__device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ int row_of(int r) { return 16 * warp_of_group() + ((threadIdx.x & 31) >> 2) + 8 * r; }
 __device__ __forceinline__ float sum_of_four(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
@@ -31,14 +30,6 @@ enum { kRowLog = 0, kColLog = 64, kBeta = 128, kOutScale = 256, kKeyDecay = 320,
 
 // What is left of beta beside the gradient of V, which a beta that is not small is part of already.
 __device__ __forceinline__ float other_beta(float beta, float small) { return fabsf(beta) < small ? beta : 1.f; }
-
-// Token the chunk of a slot starts at, times 128, plus its number of rows; rows are 0 where a slot has no chunk.
-__device__ __forceinline__ long long chunk_of(const int* offsets, int step, int sequences, int tokens, int slot) {
-  const int sequence = owner(offsets, step, sequences, 64, slot);
-  const int bos = max(min(offsets[sequence * step], tokens), 0), eos = max(min(offsets[(sequence + 1) * step], tokens), bos);
-  const int first = bos + (slot - bos / 64 - sequence) * 64;
-  return (static_cast<long long>(first) << 7) + max(min(eos - first, 64), 0);
-}
 
 // sum[i, :] += factor[i] * product[i, :], and dots[i] += product[i, :] . tile[i, :]
 template <typename Element>
@@ -267,6 +258,24 @@ __device__ __forceinline__ void gate_gradients(const float* sums, const float* r
       if (lane == owner) gradient = dot - (c ? decay.y * key.y : decay.x * key.x) + (c ? of_beta.y : of_beta.x);
     }
     if (is_row) dbeta[(token + c) * stride] = gradient;
+  }
+}
+
+// Gradients of tokens past the last sequence, of which the slots past the last chunk have 64 each; by a warp.
+template <typename Element>
+__device__ __forceinline__ void zero_tail(Element* dq, Element* dk, Element* dv, float* dg, float* dbeta, const int* offsets, int step, int sequences,
+                                          int tokens, int slot, int k_head, int hk, int group) {
+  const int end = max(min(offsets[sequences * step], tokens), 0), first = end + (slot - end / 64 - sequences) * 64;
+  if (first < end) return;
+  const int lane = threadIdx.x & 31, hv = hk * group;
+  const auto zero = [&](Element* row) { *reinterpret_cast<uint2*>(row + 4 * lane) = make_uint2(0, 0); };
+  for (long long token = first; token < min(first + 64, tokens); ++token) {
+    zero(dq + (token * hk + k_head) * 128);
+    zero(dk + (token * hk + k_head) * 128);
+    for (int head = k_head * group; head < (k_head + 1) * group; ++head) {
+      zero(dv + (token * hv + head) * 128);
+      if (lane == 0) dg[token * hv + head] = dbeta[token * hv + head] = 0.f;
+    }
   }
 }
 }  // namespace flashqla

@@ -27,8 +27,21 @@ import tilelang
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from flashqla.ops.kernels.common import CHUNK, HEAD_DIM, HOPPER, KEY_DECAY, MANUAL_ROLES, OUT_SCALE, RECORD, SMALL_BETA, TILE, WARP, WARP_GROUP, cuda
-from flashqla.ops.kernels.inverse import CUDA_TYPES
+from flashqla.ops.kernels.common import (
+    CHUNK,
+    CUDA_TYPES,
+    HEAD_DIM,
+    HOPPER,
+    KEY_DECAY,
+    MANUAL_ROLES,
+    OUT_SCALE,
+    RECORD,
+    SMALL_BETA,
+    TILE,
+    WARP,
+    WARP_GROUP,
+    cuda,
+)
 from flashqla.ops.kernels.roles import release
 
 HALVES = HEAD_DIM // TILE
@@ -311,7 +324,7 @@ def build_gradients(dtype: str, l2norm: bool):
             item = item + x.ctas
 
     @T.macro
-    def finish(x, v, dg, dbeta):
+    def finish(x, v, dq, dk, dg, dbeta):
         item = T.alloc_var("int32")
         slot = T.alloc_var("int32")
         count = T.alloc_var("int32")  # value heads so far
@@ -335,6 +348,11 @@ def build_gradients(dtype: str, l2norm: bool):
                     )
                     T.barrier_arrive(x.sums_free[0])
                     count = count + 1
+            else:
+                T.call_extern(
+                    "handle", f"flashqla::zero_tail<{element}>", T.address_of(dq[0, 0, 0]), T.address_of(dk[0, 0, 0]), T.address_of(x.dv[0, 0, 0]),
+                    T.address_of(dg[0, 0]), T.address_of(dbeta[0, 0]), *x.of_chunk, slot, item - slot * hk, hk, group,
+                )
             item = item + x.ctas
 
     @T.prim_func
@@ -359,7 +377,7 @@ def build_gradients(dtype: str, l2norm: bool):
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as bx:
-            T.import_source(cuda("tiles", "segments", "gradients"))
+            T.import_source(cuda("tiles", "records", "segments", "gradients"))
             tile = (TOKEN_STAGES, HALVES, CHUNK, TILE)  # of tokens: halves of V
             do_smem = T.alloc_shared(tile, dtype)
             u_smem = T.alloc_shared(tile, dtype)
@@ -411,6 +429,6 @@ def build_gradients(dtype: str, l2norm: bool):
                 if tx < LOAD_END:
                     load(x)
                 elif tx < FINISH_END:
-                    finish(x, v, dg, dbeta)
+                    finish(x, v, dq, dk, dg, dbeta)
 
     return chunk_gradients

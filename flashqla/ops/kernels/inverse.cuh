@@ -1,12 +1,10 @@
-// The gated inverse of a chunk and the per-token factors of its record; inverse.py says what they are. Needs tiles.cuh.
+// The gated inverse of a chunk and the per-token factors of its record; inverse.py says what they are. Needs tiles.cuh, records.cuh.
 namespace flashqla {
 // The factor M of one head: 16x16 blocks of its lower triangle, row by row, in fp32. Rows of 24 floats: 8-byte reads of 8 rows hit
 // different banks.
 constexpr int kRow = 24, kBlock = 16 * kRow, kFactor = 10 * kBlock;
 __device__ __forceinline__ int block_at(int i, int j) { return (i * (i + 1) / 2 + j) * kBlock; }
-constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
-__device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // The tensor cores cut TF32 operands off after 10 bits. Adding half of the last one first rounds to nearest (cvt.rna.tf32 takes four
 // instructions); `tf32` also cuts off itself, for values that are used elsewhere too.
 __device__ __forceinline__ float operand(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000u); }
@@ -34,15 +32,6 @@ template <typename Element> __device__ __forceinline__ void inverse_norms(const 
 // the blocks between, every factor at most 1: no exponential per element. `start` includes beta.
 enum { kRowLog = 0, kColLog = 64, kBeta = 128, kStart = 192, kStop = 256, kBetween = 320, kVectors = 324 };
 
-// Tokens 2*lane and 2*lane+1 of a strided vector; 0 past `rows`.
-template <typename Element> __device__ __forceinline__ float2 two_tokens(const Element* at, long long stride, int rows) {
-  const int token = 2 * (threadIdx.x & 31);
-  float2 x = make_float2(0.f, 0.f);
-  if (token < rows) x.x = float(at[token * stride]);
-  if (token + 1 < rows) x.y = float(at[(token + 1) * stride]);
-  return x;
-}
-
 // One warp turns the log gates and beta of a chunk into its record and vectors; the lane has tokens 2*lane and 2*lane+1.
 template <bool kNorm, typename Gate, typename Beta>
 __device__ __forceinline__ void chunk_factors(const Gate* g, long long g_stride, const Beta* beta, long long beta_stride, const float* q_norm, const float* k_norm,
@@ -67,21 +56,12 @@ __device__ __forceinline__ void chunk_factors(const Gate* g, long long g_stride,
     lq = make_float2(log2f(rq.x), log2f(rq.y));
     lk = make_float2(log2f(rk.x), log2f(rk.y));
   }
-  const float e0 = ex2(c0), e1 = ex2(c1);
-  const auto put = [&](float* at, float u, float w) { *reinterpret_cast<float2*>(at + 2 * lane) = make_float2(u, w); };
-  put(record, c0 + lq.x, c1 + lq.y);
-  put(record + 64, c0 - lk.x, c1 - lk.y);
-  put(record + 128, b.x, b.y);
-  put(record + 192, b.x * e0 * rk.x, b.y * e1 * rk.y);
-  put(record + 256, scale * e0 * rq.x, scale * e1 * rq.y);
-  put(record + 320, ex2(total - c0) * rk.x, ex2(total - c1) * rk.y);
-  if (lane == 0) put(record + 384, ex2(total), total);
-  put(record + 448, c0 + lk.x, c1 + lk.y);
-  put(vectors + kRowLog, c0 + lk.x, c1 + lk.y);
-  put(vectors + kColLog, c0 - lk.x, c1 - lk.y);
-  put(vectors + kBeta, b.x, b.y);
-  put(vectors + kStart, b.x * ex2(c0 - start) * rk.x, b.y * ex2(c1 - start) * rk.y);
-  put(vectors + kStop, ex2(end - c0) * rk.x, ex2(end - c1) * rk.y);
+  put_record(record, make_float2(c0, c1), total, b, rq, rk, lq, lk, scale);
+  put_two(vectors + kRowLog, c0 + lk.x, c1 + lk.y);
+  put_two(vectors + kColLog, c0 - lk.x, c1 - lk.y);
+  put_two(vectors + kBeta, b.x, b.y);
+  put_two(vectors + kStart, b.x * ex2(c0 - start) * rk.x, b.y * ex2(c1 - start) * rk.y);
+  put_two(vectors + kStop, ex2(end - c0) * rk.x, ex2(end - c1) * rk.y);
   if ((lane & 7) == 7) vectors[kBetween + (lane >> 3)] = ex2(c1 - start);
   if (has_cumulative) {
     if (2 * lane < rows) cumulative[2 * lane * stride] = c0 * kLn2;

@@ -2,7 +2,7 @@
 
     M[i, j] = beta[i] * exp(G[i] - G[j]) * <k[i], k[j]>   for j < i, else 0        A = (I + M)^-1
 
-Shapes  q, k [T, hk, 128] bf16 or fp16; g, beta [T, hv]  ->  A [T, hv, 64]; records [slots, hv, 7, 64] fp32 (common.py);
+Shapes  q, k [T, hk, 128] bf16 or fp16; g, beta [T, hv]  ->  A [T, hv, 64]; records [slots, hv, 8, 64] fp32 (common.py);
         on demand the cumulative gate [T, hv] fp32. Rows past the last sequence become 0 in A, o and the cumulative gate.
 Units   g: natural log of the decay, <= 0; G: its inclusive sum inside the chunk
 Grid    a CTA per chunk and `heads` value heads of one group, which share <k[i], k[j]>
@@ -19,14 +19,13 @@ import tilelang
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from flashqla.ops.kernels.common import CHUNK, HEAD_DIM, HOPPER, MANUAL_ROLES, RECORD, TILE, WARP, WARP_GROUP, cuda
+from flashqla.ops.kernels.common import CHUNK, CUDA_TYPES, HEAD_DIM, HOPPER, MANUAL_ROLES, RECORD, TILE, WARP, WARP_GROUP, cuda
 
 CTAS_PER_SM = 4  # as many as shared memory holds: a chain of short steps is hidden only behind other chunks
 BATCH = 4  # value heads whose factors are prepared at once, one warp each
 PAIR = 2  # value heads inverted at once, so that four warps share eight columns of blocks evenly
 FACTOR = 3840  # floats of one head's M, kFactor in inverse.cuh
 VECTORS = 324  # floats of one head's per-token factors, kVectors in inverse.cuh
-CUDA_TYPES = {"bfloat16": "bfloat16_t", "float16": "half_t", "float32": "float"}
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -72,7 +71,7 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool):
     ):
         # Neighbouring CTAs take the heads of one chunk, which lie side by side in memory.
         with T.Kernel(slots * T.truncdiv(hv, heads), threads=WARP_GROUP) as bx:
-            T.import_source(cuda("tiles", "inverse"))
+            T.import_source(cuda("tiles", "records", "inverse"))
             a_smem = T.alloc_shared((PAIR, CHUNK, CHUNK), dtype)
             # The keys are needed until their product stands in registers, the factors from then on.
             factor = T.alloc_shared((PAIR * FACTOR,), "float32")

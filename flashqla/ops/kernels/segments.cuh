@@ -11,6 +11,14 @@ __device__ __forceinline__ int owner(const int* offsets, int step, int sequences
   return low;
 }
 
+// Token the chunk of a slot starts at, times 128, plus its number of rows; rows are 0 where a slot has no chunk.
+__device__ __forceinline__ long long chunk_of(const int* offsets, int step, int sequences, int tokens, int slot) {
+  const int sequence = owner(offsets, step, sequences, 64, slot);
+  const int bos = max(min(offsets[sequence * step], tokens), 0), eos = max(min(offsets[(sequence + 1) * step], tokens), bos);
+  const int first = bos + (slot - bos / 64 - sequence) * 64;
+  return (static_cast<long long>(first) << 7) + max(min(eos - first, 64), 0);
+}
+
 // The last chunk from which on the decay is below 2^limit, so that a state from before it is forgotten by the end; -1 if there is none.
 // decays: base-2 log of the decay of each chunk. By all lanes of a warp; in every warp the same.
 __device__ __forceinline__ int forgotten_before(const float* decays, long long stride, int chunks, float limit) {
