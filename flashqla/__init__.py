@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashqla.captures import capture
-    from flashqla.ops import FallbackWarning, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, explain, strict
+    from flashqla.ops import (
+        FallbackWarning,
+        chunk_gated_delta_rule,
+        chunk_gated_delta_rule_bwd,
+        chunk_gated_delta_rule_fwd,
+        explain,
+        strict,
+    )
 
 __version__ = "0.1.0"
 
@@ -16,6 +23,7 @@ __all__ = [
     "__version__",
     "capture",
     "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "explain",
     "strict",

@@ -37,12 +37,20 @@ if TYPE_CHECKING:
     from flashqla.ops.gated_delta_rule import (
         FallbackWarning,
         chunk_gated_delta_rule,
+        chunk_gated_delta_rule_bwd,
         chunk_gated_delta_rule_fwd,
         explain,
         strict,
     )
 
-__all__ = ["FallbackWarning", "chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "explain", "strict"]
+__all__ = [
+    "FallbackWarning",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_bwd",
+    "chunk_gated_delta_rule_fwd",
+    "explain",
+    "strict",
+]
 
 
 def __getattr__(name: str) -> Any:

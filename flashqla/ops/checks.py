@@ -24,7 +24,7 @@ GATE_DTYPES = {dtype: tuple(x for x in DTYPES if x != torch.float64 or dtype == 
 OFFSET_DTYPES = (torch.int32, torch.int64)
 # What a number may be: Real covers NumPy's too, and torch.compile may trace one as a symbol.
 NUMBERS = (type(None), float, int, Real, torch.SymFloat, torch.SymInt)
-OPTIONAL = {"g", "initial_state", "cu_seqlens", "cu_seqlens_cpu"}
+OPTIONAL = {"g", "initial_state", "cu_seqlens", "cu_seqlens_cpu", "dht"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +174,23 @@ def problem(
         hv,
         sequences,
     )
+
+
+def gradients(problem: Problem, g: Tensor, A: Tensor, do: Tensor, dht: Tensor | None) -> None:
+    """Judge what a backward pass takes beside the arguments of the forward pass. Raises ArgumentError."""
+    p, rows = problem, problem.v.shape[:3]
+    if g.shape != rows or g.dtype != p.state_dtype:
+        _refuse("g must be the cumulative gate that the forward pass returned", f"{list(rows)}, {p.state_dtype}", g=g)
+    if A.shape != (*rows, CHUNK) or A.dtype != p.k.dtype:
+        _refuse("A must be what the forward pass returned", f"{[*rows, CHUNK]} in the dtype of k", A=A, k=p.k)
+    if do.shape != p.v.shape or do.dtype != p.v.dtype:
+        _refuse("do must be shaped as o, in its dtype", "that of v", do=do, v=p.v)
+    states = (p.sequences, p.hv, HEAD_DIM, HEAD_DIM)
+    if dht is not None and (dht.shape != states or dht.dtype not in GATE_DTYPES[p.q.dtype]):
+        _refuse("dht must be shaped as the final state", f"{list(states)}, a floating dtype", dht=dht)
+    others = (g, A, do) if dht is None else (g, A, do, dht)
+    if any(x.device != p.q.device for x in others):
+        _refuse("tensors are on several devices", "one device", q=p.q, g=g, A=A, do=do, dht=dht)
 
 
 def kinds(scale: Any, head_first: bool, **tensors: Any) -> None:

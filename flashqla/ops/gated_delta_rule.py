@@ -19,15 +19,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashqla.device import HOPPER
-from flashqla.errors import UnsupportedError
+from flashqla.errors import ArgumentError, UnsupportedError
 from flashqla.ops import checks, plan
 from flashqla.ops.checks import Problem
 from flashqla.ops.plan import CHUNK, HEAD_DIM, Plan
-from flashqla.reference.backward import chunk_gated_delta_rule_backward
+from flashqla.reference.backward import chunk_gated_delta_rule_backward, gate_of_sums
 from flashqla.reference.chunked import chunk_forward
 
 # g_cumulative, A, o, h and the final state.
 ForwardResults = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+# Of q, k, v, g, beta and the initial state.
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
 
 _only_kernels: ContextVar[bool] = ContextVar("only_kernels", default=False)
 _warned: set[str] = set()
@@ -87,10 +89,10 @@ def chunk_gated_delta_rule(
     tensors warns, and is an error inside `strict`.
 
     Gradients: of q, k, v, g, beta and initial_state, each in the dtype of its input, once (no second derivatives, no
-    forward mode). They come from the chunk form in PyTorch until there are backward kernels. Forward keeps its inputs
-    alone; backward computes everything again in float32, at several times the memory of the inputs, with a read of the
-    offsets.
-    The kernels need about 160 bytes of scratch memory per token and value head, freed when the call returns.
+    forward mode), from kernels where kernels serve the call. Forward keeps its inputs alone; backward computes
+    everything again, in PyTorch in float32 and with a read of the offsets.
+    The kernels need about 160 bytes of scratch memory per token and value head, those of backward about 1.4 KB, freed
+    when the call returns.
 
     Raises:
         ArgumentError (a ValueError): an argument is wrong; before anything is launched.
@@ -158,6 +160,50 @@ def chunk_gated_delta_rule_fwd(
     return g_cumulative, inverse, o, h, final_state
 
 
+def chunk_gated_delta_rule_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The backward pass of chunk_gated_delta_rule_fwd without use_qk_l2norm_in_kernel: pass normalised q and k.
+
+    Args:
+        g, A: the cumulative gate and the inverse that the forward pass returned.
+        do: gradient of o, in its shape and dtype.
+        dht: gradient of the final state, [N, hv, 128, 128] in the order of the initial state; zeros by default.
+        Other arguments are those of the forward pass.
+
+    Returns:
+        dq, dk, dv, dbeta in the shapes and dtypes of their inputs, dg [B, T, hv] float32, of the gate of each token and
+        not of its sum, and the gradient of the initial state, None without one. In this order: dq, dk, dv, db, dg, dh0.
+
+    Gradients of a gate below about -69 are 0. Raises as chunk_gated_delta_rule does.
+    """
+    # fmt: off
+    checks.kinds(scale, False, q=q, k=k, v=v, g=g, beta=beta, A=A, do=do, dht=dht, initial_state=initial_state,
+                 cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    if g is None:
+        raise ArgumentError("g must be a tensor: the cumulative gate that the forward pass returned")
+    with torch.no_grad():
+        problem = checks.problem(q, k, v, g, beta, scale, initial_state, dht is not None, False, cu_seqlens,
+                                 state_v_first, False, cu_seqlens_cpu)
+        checks.gradients(problem, g, A, do, dht)
+        dq, dk, dv, dg, dbeta, dinitial_state = _run_backward(problem, do, dht, (g, A))
+    # fmt: on
+    return dq, dk, dv, dbeta, dg, dinitial_state
+
+
 def explain(
     q: Tensor,
     k: Tensor,
@@ -189,8 +235,8 @@ def explain(
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Inside, a call that no kernel can serve raises UnsupportedError; so does one that records gradients, which only
-    PyTorch can compute. Counts for the calling thread (or asyncio task) alone."""
+    """Inside, a call that no kernel can serve raises UnsupportedError. Counts for the calling thread (or asyncio task)
+    alone."""
     token = _only_kernels.set(True)
     try:
         yield
@@ -239,6 +285,25 @@ def _run(problem: Problem, for_backward: bool = False) -> ForwardResults:
                                    p.l2norm, output_A=for_backward, output_h=p.output_h)
             # fmt: on
     return result.g, result.A, result.o, result.h, result.final_state if p.output_final_state else None
+
+
+def _run_backward(
+    problem: Problem, do: Tensor, dht: Tensor | None, saved: tuple[Tensor, Tensor] | None = None
+) -> Gradients:
+    """Gradients of a problem. saved: cumulative gate and A of the forward pass; then problem.g is that gate too."""
+    p, chosen = problem, _plan(problem)
+    if chosen.implementation == "tilelang" and p.batch * p.tokens > 0:
+        with torch.cuda.device(p.q.device):
+            return _backward_kernels().backward(p, chosen, do, dht, saved, _device_facts(p.q.device)[1])
+    if chosen.implementation == "torch":
+        _fall_back(p.q, chosen.why)
+        _refuse_capture(p.q, chosen.why)
+    with torch.autocast(p.q.device.type, enabled=False):
+        g = p.g if saved is None else gate_of_sums(saved[0], p.cu_seqlens)
+        # fmt: off
+        return chunk_gated_delta_rule_backward(p.q, p.k, p.v, g, p.beta, do, dht, p.scale, p.initial_state,
+                                               p.cu_seqlens, p.state_v_first, p.l2norm)
+        # fmt: on
 
 
 def _without_tokens(problem: Problem) -> ForwardResults:
@@ -294,6 +359,14 @@ def _kernels() -> tuple[Any, str]:
     except (ImportError, OSError) as error:
         return None, f"TileLang cannot be imported ({error})"
     return launch, ""
+
+
+@cache
+def _backward_kernels() -> Any:
+    """The module that launches the backward kernels; asked for after `_kernels` has found that there are any."""
+    from flashqla.ops.kernels import launch_backward
+
+    return launch_backward
 
 
 def _fall_back(q: Tensor, reason: str) -> None:
@@ -368,11 +441,13 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _op_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    q = arguments[0]
-    _refuse_capture(q, plan.GRADIENTS)
-    with torch.autocast(q.device.type, enabled=False):
-        gradients = chunk_gated_delta_rule_backward(*arguments)
-    return tuple(_or_empty(x, q) for x in gradients)
+    # fmt: off
+    (q, k, v, g, beta, do, dfinal_state, scale, initial_state, cu_seqlens, state_v_first, l2norm,
+     cu_seqlens_cpu) = arguments
+    problem = checks.problem(q, k, v, g, beta, scale, initial_state, dfinal_state is not None, l2norm, cu_seqlens,
+                             state_v_first, False, cu_seqlens_cpu)
+    # fmt: on
+    return tuple(_or_empty(x, q) for x in _run_backward(problem, do, dfinal_state))
 
 
 def _op_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -385,21 +460,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     (q, k, v, g, beta, scale, initial_state, final_wanted, l2norm, cu_seqlens, state_v_first, _,
      cu_seqlens_cpu) = inputs
     # fmt: on
-    _fall_back(q, plan.GRADIENTS)
-    offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu  # spares backward the read
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, g, beta, initial_state, offsets)
+    ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu)
     ctx.scale = HEAD_DIM**-0.5 if scale is None else scale
     ctx.final_wanted, ctx.l2norm, ctx.state_v_first = final_wanted, l2norm, state_v_first
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, g, beta, initial_state, offsets = ctx.saved_tensors
+    q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do
     dfinal_state = dfinal_state if ctx.final_wanted else None
     # fmt: off
     dq, dk, dv, dg, dbeta, dinitial_state = torch.ops.flashqla.gated_delta_rule_backward(
-        q, k, v, g, beta, do, dfinal_state, ctx.scale, initial_state, offsets, ctx.state_v_first, ctx.l2norm)
+        q, k, v, g, beta, do, dfinal_state, ctx.scale, initial_state, cu_seqlens, ctx.state_v_first, ctx.l2norm,
+        cu_seqlens_cpu)
     # fmt: on
     dg, dinitial_state = (None if g is None else dg), (None if initial_state is None else dinitial_state)
     return dq, dk, dv, dg, dbeta, None, dinitial_state, None, None, None, None, None, None
@@ -419,7 +493,7 @@ _ARGUMENTS = (
 )
 _GRADIENT_ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor do, Tensor? dfinal_state, float scale, "
-    "Tensor? initial_state, Tensor? cu_seqlens, bool state_v_first, bool l2norm"
+    "Tensor? initial_state, Tensor? cu_seqlens, bool state_v_first, bool l2norm, Tensor? cu_seqlens_cpu"
 )
 for _name, _arguments, _results, _function, _fake_function in (
     ("gated_delta_rule", _ARGUMENTS, 2, _op, _op_fake),

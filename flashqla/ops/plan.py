@@ -17,7 +17,6 @@ CHUNK, HEAD_DIM = 64, 128
 KERNELS = ("inverse", "forward")
 SPLIT_KERNELS = ("inverse", "summary", "scan", "forward")
 KERNEL_DTYPES = ("bfloat16", "float16")
-GRADIENTS = "gradients come from the PyTorch chunk form, because there is no backward kernel yet"
 
 # Microseconds per chunk on the critical path of the forward kernel, one CTA per SM, by columns of V in a CTA: measured
 # on an H200 with 512 chunks in sequence. Half the columns do not halve the time: scores and gates are repeated.
@@ -82,7 +81,7 @@ def make(
         seqlens = (-(-tokens // sequences),) * sequences
     reason = _refusal(len(seqlens), dtype, device, capability, missing)
     if reason:
-        return Plan("torch", 128, 1, (), f"{reason}: the PyTorch chunk form runs; {GRADIENTS}")
+        return Plan("torch", 128, 1, (), f"{reason}: the PyTorch chunk form runs")
 
     chunks = [-(-length // CHUNK) for length in seqlens]
     v_tile, us, tile_reason = _choose_v_tile(chunks, hv, sm_count)
@@ -92,7 +91,7 @@ def make(
     heads = _heads_per_inverse(sum(chunks), hk, hv, sm_count)
     ctas = sum(chunks) * hv // heads
     inverse_reason = f"{ctas} CTAs of the inverse with {heads} of {hv // hk} v-heads of a group each, on {sm_count} SMs"
-    why = "; ".join((split_reason, tile_reason, inverse_reason, GRADIENTS))
+    why = "; ".join((split_reason, tile_reason, inverse_reason))
     return Plan("tilelang", v_tile, heads, SPLIT_KERNELS if segment_chunks else KERNELS, why, segment_chunks)
 
 

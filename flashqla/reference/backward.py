@@ -117,6 +117,15 @@ def chunk_gradients(
     return dq, dk, dV, dg, dbeta
 
 
+def gate_of_sums(G: Tensor, cu_seqlens: Tensor | None = None, chunk_size: int = CHUNK) -> Tensor:
+    """The log gate [B, T, hv] of which G, in its dtype, is the sum from the start of every chunk; 0 outside the sequences."""
+    packing, parts = pack(G, cu_seqlens, chunk_size, BLOCK_ROWS), []
+    for block, rows in zip(packing.blocks, packing.split(G), strict=True):
+        sums = slots_of(block, rows, G.dtype)
+        parts.append(tokens_of(block, sums.diff(dim=-1, prepend=torch.zeros_like(sums[..., :1]))))
+    return packing.join(parts)
+
+
 def _sum_groups(x: Tensor, hk: int) -> Tensor:
     """[slots, hv, C, K] -> [slots, hk, C, K], over the value heads of every key head."""
     return torch.unflatten(x, 1, (hk, -1)).sum(2)

@@ -1,4 +1,4 @@
-"""Every forward kernel, built for sm_90a without a GPU: does it keep to its budget, and is all of it there?
+"""Every kernel, built for sm_90a without a GPU: does it keep to its budget, and is all of it there?
 
 TileLang lowers each kernel and calls nvcc on it once; ptxas reports registers, spills and what it gave up on, nvdisasm
 shows the instructions. Tests on a GPU see neither spills nor products that wait for each other: results stay right, and
@@ -44,6 +44,21 @@ SUMMARY = {  # dtype, state_dtype
     "bf16": ("bfloat16", "float32"),
     "bf16-state": ("bfloat16", "bfloat16"),
     "fp16-state": ("float16", "float16"),
+}
+CHAIN = {  # reverse, v_tile, dtype, state_dtype
+    "forward-64": (False, 64, "bfloat16", "float32"),
+    "forward-128": (False, 128, "bfloat16", "float32"),
+    "reverse-64": (True, 64, "bfloat16", "float32"),
+    "reverse-128": (True, 128, "bfloat16", "float32"),
+    "forward-64-fp16-state": (False, 64, "float16", "float16"),
+    "forward-128-bf16-state": (False, 128, "bfloat16", "bfloat16"),
+    "reverse-128-fp16-state": (True, 128, "float16", "float16"),
+}
+GRADIENTS = {  # dtype, l2norm
+    "bf16": ("bfloat16", False),
+    "fp16": ("float16", False),
+    "bf16-norm": ("bfloat16", True),
+    "fp16-norm": ("float16", True),
 }
 
 SM_REGISTERS, SM_SMEM, RESERVED_SMEM = 65536, 233472, 1024  # Hopper; of shared memory, each CTA has a part reserved
@@ -150,6 +165,64 @@ def test_scan(dtype: str) -> None:
     ends, (state_and_load,) = split_roles(built)
     assert ends == [WARP_GROUP]
     assert re.search(in_order("tl::wgmma_rs<", "*)(states + ", "else", "tma_load("), state_and_load)
+
+
+@pytest.mark.parametrize("arguments", CHAIN.values(), ids=CHAIN)
+def test_chain(arguments: tuple[bool, int, str, str]) -> None:
+    built = build("chain", *arguments)
+    reverse, v_tile, _, _ = arguments
+    groups = v_tile // 64
+    state, score, service = import_module("flashqla.ops.kernels.chain").REGISTERS[reverse, groups]
+    assert_nothing_was_given_up(built)
+    assert_fits(built, 2 if (reverse, groups) == (False, 1) else 1, [state] * groups + [score] * reverse + [service])
+    found = built.opcodes
+    # Products in steps of 16: K S takes 8, A W, K^T U, P^T dO and Q^T dO 4, Q K^T 8.
+    assert found["HGMMA"] == groups * (8 + 2 * 4) + reverse * (groups * 2 * 4 + 8)
+    assert found["LDSM"] == groups * 4  # v or dO
+    assert found["STSM"] == groups * (8 + 4) + reverse * 4  # the state and y; P
+    assert found["UTMALDG"] == 2 * (2 * (1 + reverse) + 1 + groups + 1)  # k, q, record, v, A, of whole chunks and of the last
+    assert found["UTMASTG"] == groups * (2 + 1)  # the state and y
+    assert found["BAR"] == built.source.count("__syncthreads()") == 1
+    assert built.source.count("cudaGridDependencySynchronize()") == 1
+    # The reverse kernel waits for the forward one at its end, after all roles; the forward one for the inverse kernel, before them.
+    before_roles = built.source.index("cudaGridDependencySynchronize()") < built.source.index("warpgroup_reg_")
+    assert before_roles == (not reverse)
+    fence = r"[^;]*; tl::fence_proxy_async\(\); "
+    assert len(re.findall(r"store_tiles\(" + fence + r"s_ready[^;]*arrive\(\);", built.source)) == groups
+    assert len(re.findall(r"store_transposed\(" + fence + r"y_ready[^;]*arrive\(\);", built.source)) == groups
+    tiles = ["q_smem"] * reverse + ["k_smem", "v_smem", "a_smem"]
+    zeroed = r".*".join(rf"zero_rows\([^;]*{tile}" for tile in tiles)
+    assert re.search(zeroed + r"[^;]*; tl::fence_proxy_async\(\); \} qk_ready[^;]*arrive\(\); va_ready[^;]*arrive\(\);", built.source)
+    last = in_order("tma_store(y_desc", "else", "*(uint4*)(y + ", "y_free[", "arrive();", "tma_store_wait<0, false>();")
+    assert re.search(in_order("tma_store(states_desc", "s_free[0].arrive();") + ".*" + last, built.source)
+
+
+@pytest.mark.parametrize("arguments", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients(arguments: tuple[str, bool]) -> None:
+    built = build("gradients", *arguments)
+    kernel = import_module("flashqla.ops.kernels.gradients")
+    assert_nothing_was_given_up(built)
+    assert_fits(built, 1, [kernel.QUERY_REGISTERS, kernel.KEY_REGISTERS, kernel.SCORE_REGISTERS, kernel.SERVICE_REGISTERS])
+    found = built.opcodes
+    # Products of 64x64x64 take 4: dO S^T, dY S^T and U dS^T 4 of them, dO U^T, dY U^T, Q K^T, K K^T and the four with Z and X 2.
+    assert found["HGMMA"] == 4 * (3 * 4 + 8 * 2)
+    assert found["STSM"] == 2 * 4  # Z and X
+    assert found["UTMALDG"] == 2 * (3 * 2 + 1) + 2 * 4 + 2 * 2 * 2  # tokens, of whole chunks and of the last; states; q and k
+    assert found["BAR"] == built.source.count("__syncthreads()") == 1
+    _, (query, key, score, load, finish) = split_roles(built)
+    assert [role.count("store_rows<") for role in (query, key)] == [1, 1]
+    fence = r"[^;]*; tl::fence_proxy_async\(\); "
+    assert re.search(r"store_tile\([^;]*z_smem[^;]*; flashqla::store_tile\([^;]*x_smem" + fence + r"zx_ready[^;]*arrive\(\);", score)
+    assert load.count("zero_rows(") == 3 * 2 + 2 * 2
+    assert [finish.count(name) for name in ("gate_gradients<", "zero_tail<")] == [1, 1]
+
+
+@pytest.mark.parametrize("beta_dtype", ["float32", "bfloat16"])
+def test_records(beta_dtype: str) -> None:
+    built = build("records", beta_dtype)
+    assert_nothing_was_given_up(built)
+    assert_fits(built, 16)
+    assert built.source.count("record_of_sums<") == 1
 
 
 def assert_nothing_was_given_up(built: Built) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashqla.ops import checks, plan
-from flashqla.ops.kernels import launch
+from flashqla.ops.kernels import launch, launch_backward
 
 Key = tuple[Any, ...]  # a kernel's name, and the arguments of its builder
 HEADS = [(1, 1), (2, 8), (4, 4), (16, 32)]
@@ -57,6 +57,36 @@ def run(
     launch.forward(problem, chosen, output_g=output_h)
 
 
+def run_backward(
+    hk: int = 2,
+    hv: int = 4,
+    lengths: tuple[int, ...] = (130, 3),
+    dtype: torch.dtype = torch.bfloat16,
+    gate_dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype | None = torch.float32,
+    offset_dtype: torch.dtype | None = torch.int32,
+    gated: bool = True,
+    dht: bool = True,
+    l2norm: bool = False,
+    state_v_first: bool = False,
+    saved: bool = False,
+) -> launch_backward.Backward:
+    """A backward call planned for a Hopper GPU, on CPU tensors that nobody reads. Without offset_dtype a batch."""
+    rows = (len(lengths), lengths[0]) if offset_dtype is None else (1, sum(lengths))
+    q, k = torch.empty(2, *rows, hk, 128, dtype=dtype)
+    v = torch.empty(*rows, hv, 128, dtype=dtype)
+    beta = torch.empty(*rows, hv, dtype=gate_dtype)
+    offsets = None if offset_dtype is None else torch.tensor([0, *accumulate(lengths)], dtype=offset_dtype)
+    states = (len(lengths), hv, 128, 128)
+    state = None if state_dtype is None else torch.empty(states, dtype=state_dtype)
+    options = (None, state, dht, l2norm, offsets, state_v_first, False, None)
+    problem = checks.problem(q, k, v, beta if gated else None, beta, *options)
+    chosen = plan.make(hk=hk, hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype], auto_cp=False)
+    given = (torch.empty(*rows, hv), torch.empty(*rows, hv, 64, dtype=dtype)) if saved else None
+    do = torch.ones((), dtype=dtype).expand(v.shape)
+    return launch_backward.backward(problem, chosen, do, torch.empty(states) if dht else None, given, 132)
+
+
 def test_sizes_need_no_kernels_of_their_own(calls: list[tuple[Key, Any]]) -> None:
     for hk, hv in HEADS:
         for lengths in LENGTHS:
@@ -95,6 +125,37 @@ def test_compile_all_compiles_what_calls_ask_for(calls: list[tuple[Key, Any]], m
 def test_arguments_are_as_declared(calls: list[tuple[Key, tuple[Any, ...]]], options: dict[str, Any]) -> None:
     run(**options)
     assert [key[0] for key, _ in calls][:: len(calls) - 1] == ["inverse", "forward"]
+    assert_arguments(calls, {("forward", "h_handle")})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="packed"),
+        pytest.param({"saved": True}, id="saved"),
+        pytest.param({"offset_dtype": None, "lengths": (65, 65)}, id="batch"),
+        pytest.param({"offset_dtype": torch.int64}, id="int64-offsets"),
+        pytest.param({"hv": 64, "lengths": (640,) * 3}, id="v-tile-128"),
+        pytest.param({"gated": False, "state_dtype": None, "dht": False}, id="nothing-optional"),
+        pytest.param({"state_v_first": True}, id="v-first"),
+        pytest.param({"gate_dtype": torch.float16, "state_dtype": torch.bfloat16, "l2norm": True}, id="16-bit"),
+    ],
+)
+def test_backward_arguments_are_as_declared(calls: list[tuple[Key, tuple[Any, ...]]], options: dict[str, Any]) -> None:
+    results = run_backward(**options)
+    first = "records" if options.get("saved") else "inverse"
+    assert [key[0] for key, _ in calls] == [first, "chain", "chain", "gradients"]
+    assert [key[1] for key, _ in calls][1:3] == [False, True]
+    assert_arguments(calls, {("chain", "q_handle"), ("chain", "leaving_handle")})
+    gate_dtype = options.get("gate_dtype", torch.float32)
+    assert results.dbeta.dtype == gate_dtype
+    assert (results.dg is None) == (not options.get("gated", True))
+    state_dtype = options.get("state_dtype", torch.float32)
+    assert (None if results.dinitial_state is None else results.dinitial_state.dtype) == state_dtype
+
+
+def assert_arguments(calls: list[tuple[Key, tuple[Any, ...]]], absent: set[tuple[str, str]]) -> None:
+    """What the calls pass is what the kernels declare; `absent`, by kernel and parameter, may be None."""
     for (name, *choices), arguments in calls:
         program = launch._BUILDERS[name].get_tir(*choices)
         sizes: dict[str, int] = {}  # of dimensions that tensors share, and of strides
@@ -102,7 +163,7 @@ def test_arguments_are_as_declared(calls: list[tuple[Key, tuple[Any, ...]]], opt
             if parameter not in program.buffer_map:
                 assert type(value) is {"int32": int, "float32": float}[str(parameter.dtype)], parameter
             elif value is None:
-                assert (name, parameter.name) == ("forward", "h_handle")
+                assert (name, parameter.name) in absent
             else:
                 buffer = program.buffer_map[parameter]
                 assert str(value.dtype) == f"torch.{buffer.dtype}", buffer

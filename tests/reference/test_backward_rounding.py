@@ -33,8 +33,10 @@ def chunks_of(x: Tensor, begin: int, end: int) -> Tensor:
     return padded.unflatten(0, (-1, C)).transpose(1, 2)
 
 
-def backward(arguments: dict[str, Any], do: Tensor, dht: Tensor | None, l2norm: bool) -> dict[str, Tensor]:
-    """The gradients that the kernels give for a pack."""
+def backward(
+    arguments: dict[str, Any], do: Tensor, dht: Tensor | None, l2norm: bool, stages: list[tuple[Tensor, ...]] | None = None
+) -> dict[str, Tensor]:
+    """The gradients that the kernels give for a pack. To `stages` go, for every chunk, what passes from kernel to kernel."""
     q, k, v, g, beta = (arguments[name][0] for name in ("q", "k", "v", "g", "beta"))
     dtype, (hk, hv) = q.dtype, (k.shape[1], v.shape[1])
     found: dict[str, list[Tensor]] = {name: [] for name in ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")}
@@ -60,6 +62,8 @@ def backward(arguments: dict[str, Any], do: Tensor, dht: Tensor | None, l2norm: 
             dS = f["chunk_decay"] * dS + f["q"].mT @ rounded(f["out_scale"] * do_c, dtype)
             dS = dS - f["k"].mT @ rounded(f["beta_decay"] * dY, dtype)
         found["dinitial_state"].append(dS)
+        if stages is not None:
+            stages += [(*a, *b) for a, b in zip(entering, reversed(errors), strict=True)]
         parts = [
             gradients(chunk, f, S_in, U, dS_out, D, l2norm)
             for chunk, f, (S_in, U), (dS_out, D) in zip(chunks, factors, entering, reversed(errors), strict=True)

@@ -22,7 +22,6 @@ def test_pytorch_serves_what_the_kernels_cannot(facts, reason):
     chosen = plan.make(**{"hk": 2, "hv": 8, "seqlens": (4096,)} | facts)
     assert (chosen.implementation, chosen.kernels) == ("torch", ())
     assert chosen.why.startswith(reason)
-    assert plan.GRADIENTS in chosen.why
 
 
 @pytest.mark.parametrize(

@@ -5,4 +5,6 @@ come from cu_seqlens on the device alone.
 
 Forward            inverse -> forward
   split sequences  inverse -> summary -> scan -> forward
+Backward           inverse -> chain (forward and reverse side by side) -> gradients
+  A is given       records -> chain -> gradients
 """

@@ -13,14 +13,25 @@ import torch
 from torch import Tensor
 
 from flashqla.ops.checks import CHUNK, DTYPES, HEAD_DIM, Problem
+from flashqla.ops.kernels.chain import build_chain
 from flashqla.ops.kernels.common import RECORD
 from flashqla.ops.kernels.forward import build_forward
+from flashqla.ops.kernels.gradients import build_gradients
 from flashqla.ops.kernels.inverse import build_inverse
+from flashqla.ops.kernels.records import build_records
 from flashqla.ops.kernels.scan import build_scan
 from flashqla.ops.kernels.summary import build_summary
 from flashqla.ops.plan import Plan
 
-_BUILDERS = {"inverse": build_inverse, "summary": build_summary, "scan": build_scan, "forward": build_forward}
+_BUILDERS = {
+    "inverse": build_inverse,
+    "summary": build_summary,
+    "scan": build_scan,
+    "forward": build_forward,
+    "records": build_records,
+    "chain": build_chain,
+    "gradients": build_gradients,
+}
 _tracing = Lock()  # TileLang's factories keep the last call in plain fields; what comes after them may run side by side
 
 

@@ -1,0 +1,89 @@
+"""Host side of the backward kernels: lays out their arguments, and launches them in order. Compiling is in `launch`.
+
+Arguments are right when they get here (`ops.checks`), and what to run is decided (`ops.plan`).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashqla.ops.checks import CHUNK, DTYPES, HEAD_DIM, Problem
+from flashqla.ops.kernels import launch
+from flashqla.ops.kernels.common import RECORD
+from flashqla.ops.plan import Plan
+
+
+class Backward(NamedTuple):
+    """Gradients in the shapes and dtypes of their inputs; dg and dinitial_state are None where there is no such input."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor | None
+    dbeta: Tensor
+    dinitial_state: Tensor | None
+
+
+def backward(
+    problem: Problem,
+    plan: Plan,
+    do: Tensor,
+    dht: Tensor | None,
+    saved: tuple[Tensor, Tensor] | None,
+    sm_count: int,
+) -> Backward:
+    """Run the backward kernels on the current stream of q's device. At least one token. Never waits for the GPU.
+
+    do [B, T, hv, 128] and dht (shaped as the initial state, or None) are the gradients of the results. saved: the
+    cumulative gate and A of the forward pass, whose q and k were normalised already; without it they are computed again.
+    Per chunk and value head 64 KB of states and their gradients, 16 KB of U, 8 KB of A and 2 KB of factors are allocated.
+    """
+    p = problem
+    q, k, v, do = (launch._rows(x) for x in (p.q, p.k, p.v, do))
+    beta = p.beta.flatten(0, 1)
+    tokens, hk, hv, sequences, group = q.shape[0], p.hk, p.hv, p.sequences, p.hv // p.hk
+    offsets, step = launch._offsets(p)
+    slots = tokens // CHUNK + sequences + 1
+    dtype = DTYPES[q.dtype]
+
+    dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))
+    dv, u = (v.new_empty((tokens, hv, HEAD_DIM)) for _ in range(2))
+    records = q.new_empty((slots, hv, RECORD, CHUNK), dtype=torch.float32)
+    dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
+    states, dstates = (q.new_empty((slots, hv, HEAD_DIM, HEAD_DIM)) for _ in range(2))
+    nothing = records.as_strided((sequences, hv, HEAD_DIM, HEAD_DIM), (0, 0, 0, 0))  # stands for a state that is not there
+    initial, dfinal = (nothing if x is None else launch._key_first(p, x) for x in (p.initial_state, dht))
+    dinitial = None if p.initial_state is None else records.new_empty(p.initial_state.shape)
+
+    # fmt: off
+    if saved is None:
+        A = q.new_empty((tokens, hv, CHUNK))
+        g = beta if p.g is None else p.g.flatten(0, 1)
+        launch._kernel("inverse", dtype, DTYPES[g.dtype], DTYPES[beta.dtype], p.l2norm)(
+            q, k, g, beta, offsets, A, records, records.new_empty((1, hv)), dv, p.scale, sequences, step, group,
+            plan.heads_per_inverse, int(p.g is not None), 0,
+        )
+    else:
+        cumulative, A = saved[0].flatten(0, 1), saved[1].flatten(0, 1).contiguous()
+        launch._kernel("records", DTYPES[beta.dtype])(cumulative, beta, offsets, records, p.scale, sequences, step)
+    launch._kernel("chain", False, plan.v_tile, dtype, DTYPES[initial.dtype])(
+        None, k, v, A, records, offsets, initial, states, u, None, p.scale, group, step, int(p.initial_state is not None), 0,
+    )
+    launch._kernel("chain", True, plan.v_tile, dtype, DTYPES[dfinal.dtype])(
+        q, k, do, A, records, offsets, dfinal, dstates, dv, nothing if dinitial is None else launch._key_first(p, dinitial),
+        p.scale, group, step, int(dht is not None), int(dinitial is not None),
+    )
+    launch._kernel("gradients", dtype, p.l2norm)(
+        q, k, v, do, u, records, states, dstates, offsets, dq, dk, dv, dg, dbeta, p.scale, sequences, step,
+        min(slots * hk, sm_count),
+    )
+    # fmt: on
+    return Backward(
+        dq.view(p.q.shape),
+        dk.view(p.k.shape),
+        dv.view(p.v.shape),
+        None if p.g is None else dg.view(p.g.shape).to(p.g.dtype),
+        dbeta.view(p.beta.shape).to(p.beta.dtype),
+        None if dinitial is None or p.initial_state is None else dinitial.to(p.initial_state.dtype),
+    )
