@@ -106,7 +106,7 @@ def build_chain(reverse: bool, v_tile: int, dtype: str, state_dtype: str):
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             load_v(V, i, x, w)
             T.wait_wgmma(0)
-            prediction_error(W, V, X, BETA, BETA_DECAY, i, x)
+            prediction_error(W, V, X, i, x)
             T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
             hand_out_state(S_in, i, x, w)
             decay_state(S, i, x)

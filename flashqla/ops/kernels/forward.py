@@ -25,27 +25,9 @@ import tilelang
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from flashqla.ops.kernels.common import (
-    BETA,
-    BETA_DECAY,
-    CHUNK,
-    CHUNK_DECAY,
-    COL_LOG,
-    HEAD_DIM,
-    HOPPER,
-    KEY_DECAY,
-    MANUAL_ROLES,
-    OUT_SCALE,
-    RECORD,
-    ROW_LOG,
-    TILE,
-    WARP,
-    WARP_GROUP,
-    cuda,
-)
+from flashqla.ops.kernels.common import CHUNK, HEAD_DIM, HOPPER, KEY_DECAY, MANUAL_ROLES, OUT_SCALE, RECORD, TILE, WARP, WARP_GROUP, cuda
+from flashqla.ops.kernels.roles import QK_STAGES, STAGES, decay_state, load_v, prediction_error, release, scale_columns, score
 
-QK_STAGES = 3  # with two, loads are late; four do not fit
-STAGES = 2  # of all other rings
 # Registers a thread of STATE, SCORE and the rest, by number of state warpgroups. In all 65536: two state warpgroups leave little to the others.
 REGISTERS = {1: (232, 152, 40), 2: (192, 88, 40)}
 
@@ -68,13 +50,6 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
     )
     q0, q1, k0, k1, v0, v1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1"))
     i0, i1, i2, i3, f0, f1, f2, f3, h0, h1, h2, h3, s0, s1, s2, s3 = (T.dynamic(f"{x}{d}") for x in "ifhs" for d in range(4))
-
-    @T.macro
-    def release(x, barrier, stage):
-        """This warp has read a stage. One lane arrives for all, after all: an arrival orders the reads of its own thread alone."""
-        T.sync_warp()
-        if x.tx % WARP == 0:
-            T.barrier_arrive(barrier[stage])
 
     @T.macro
     def read_state(S, x, w):
@@ -104,33 +79,6 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 T.call_extern(
                     "handle", "flashqla::store_state", T.address_of(x.h[x.first_chunk + i, x.head, 0, x.first_column + w * TILE]), h2, h3, S_in.data,
                 )
-
-    @T.macro
-    def prediction_error(W, V, X, i, x):
-        """W = beta V - beta decay X, X = K S."""
-        beta = T.alloc_fragment((CHUNK,), "float32")
-        beta_decay = T.alloc_fragment((CHUNK,), "float32")
-        T.copy(x.record_smem[i % QK_STAGES, BETA, :], beta)
-        T.copy(x.record_smem[i % QK_STAGES, BETA_DECAY, :], beta_decay)
-        for v, t in T.Parallel(TILE, CHUNK):
-            W[v, t] = V[v, t] * beta[t] - X[v, t] * beta_decay[t]
-
-    @T.macro
-    def scale_columns(to, tokens_of, row, i, x):
-        factor = T.alloc_fragment((CHUNK,), "float32")
-        T.copy(x.record_smem[i % QK_STAGES, row, :], factor)
-        for v, t in T.Parallel(TILE, CHUNK):
-            to[v, t] = tokens_of[v, t] * factor[t]
-
-    @T.macro
-    def decay_state(S, i, x):
-        for v, k in T.Parallel(TILE, HEAD_DIM):
-            S[v, k] = S[v, k] * x.record_smem[i % QK_STAGES, CHUNK_DECAY, 0]
-
-    @T.macro
-    def load_v(V, i, x, w):
-        T.barrier_wait(x.va_ready[i % STAGES], (i // STAGES) & 1)
-        T.call_extern("handle", "flashqla::load_transposed", V.data, T.address_of(x.v_smem[i % STAGES, w, 0, 0]))
 
     @T.macro
     def store_o(O, i, x, w):
@@ -229,29 +177,6 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             T.barrier_wait(x.o_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
             store_o(O, i, x, w)
         write_state(S, x, w)
-
-    @T.macro
-    def score(x, scale):
-        P = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
-        row = T.alloc_fragment((CHUNK,), "float32")
-        col = T.alloc_fragment((CHUNK,), "float32")
-        for i in T.unroll(x.chunks, unroll_factor=1):
-            s = i % QK_STAGES
-            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
-            T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
-            T.copy(x.record_smem[s, ROW_LOG, :], row)
-            T.copy(x.record_smem[s, COL_LOG, :], col)
-            T.wait_wgmma(0)
-            release(x, x.qk_free, s)
-            # Above the diagonal the exponential may overflow: a choice, not a product with 0.
-            for t, u in T.Parallel(CHUNK, CHUNK):
-                P[t, u] = T.if_then_else(u <= t, P[t, u] * (T.exp2(row[t] - col[u]) * scale), 0.0)
-            T.barrier_wait(x.p_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
-            T.copy(P, P_out)
-            T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % STAGES, 0, 0]), P_out.data)
-            T.fence_proxy_async()
-            T.barrier_arrive(x.p_ready[i % STAGES])
 
     @T.macro
     def load_qk(i, x, ready, stage):
@@ -413,7 +338,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 state_of_two(x, 1)
             elif tx < SCORE_END:
                 T.dec_max_nreg(score_registers)
-                score(x, scale)
+                score(x, scale, dtype)
             else:
                 T.dec_max_nreg(service_registers)
                 if tx < LOAD_END:

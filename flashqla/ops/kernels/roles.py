@@ -6,7 +6,7 @@ shared memory, barriers, thread index, sizes.
 
 import tilelang.language as T
 
-from flashqla.ops.kernels.common import CHUNK, CHUNK_DECAY, COL_LOG, HEAD_DIM, ROW_LOG, TILE, WARP
+from flashqla.ops.kernels.common import BETA, BETA_DECAY, CHUNK, CHUNK_DECAY, COL_LOG, HEAD_DIM, ROW_LOG, TILE, WARP
 
 QK_STAGES = 3  # of q, k and record: with two, loads are late; four do not fit
 STAGES = 2  # of all other rings
@@ -30,12 +30,12 @@ def scale_columns(to, tokens_of, row, i, x):
 
 
 @T.macro
-def prediction_error(W, V, X, beta_row, beta_decay_row, i, x):
+def prediction_error(W, V, X, i, x):
     """W = beta V - beta decay X, X = K S."""
     beta = T.alloc_fragment((CHUNK,), "float32")
     beta_decay = T.alloc_fragment((CHUNK,), "float32")
-    T.copy(x.record_smem[i % QK_STAGES, beta_row, :], beta)
-    T.copy(x.record_smem[i % QK_STAGES, beta_decay_row, :], beta_decay)
+    T.copy(x.record_smem[i % QK_STAGES, BETA, :], beta)
+    T.copy(x.record_smem[i % QK_STAGES, BETA_DECAY, :], beta_decay)
     for v, t in T.Parallel(TILE, CHUNK):
         W[v, t] = V[v, t] * beta[t] - X[v, t] * beta_decay[t]
 
