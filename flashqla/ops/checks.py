@@ -176,7 +176,7 @@ def problem(
     )
 
 
-def gradients(problem: Problem, g: Tensor, A: Tensor, do: Tensor, dht: Tensor | None) -> None:
+def gradients(problem: Problem, g: Tensor, A: Tensor, do: Tensor, dht: Tensor | None) -> None:  # noqa: N803
     """Judge what a backward pass takes beside the arguments of the forward pass. Raises ArgumentError."""
     p, rows = problem, problem.v.shape[:3]
     if g.shape != rows or g.dtype != p.state_dtype:

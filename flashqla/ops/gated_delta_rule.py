@@ -166,7 +166,7 @@ def chunk_gated_delta_rule_bwd(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    A: Tensor,
+    A: Tensor,  # noqa: N803
     do: Tensor,
     dht: Tensor | None = None,
     scale: float | None = None,
@@ -294,7 +294,8 @@ def _run_backward(
     p, chosen = problem, _plan(problem)
     if chosen.implementation == "tilelang" and p.batch * p.tokens > 0:
         with torch.cuda.device(p.q.device):
-            return _backward_kernels().backward(p, chosen, do, dht, saved, _device_facts(p.q.device)[1])
+            gradients: Gradients = _backward_kernels().backward(p, chosen, do, dht, saved, _device_facts(p.q.device)[1])
+            return gradients
     if chosen.implementation == "torch":
         _fall_back(p.q, chosen.why)
         _refuse_capture(p.q, chosen.why)

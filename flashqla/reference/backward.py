@@ -118,7 +118,7 @@ def chunk_gradients(
 
 
 def gate_of_sums(G: Tensor, cu_seqlens: Tensor | None = None, chunk_size: int = CHUNK) -> Tensor:
-    """The log gate [B, T, hv] of which G, in its dtype, is the sum from the start of every chunk; 0 outside the sequences."""
+    """The log gate [B, T, hv] of which G is the sum from the start of every chunk; 0 outside the sequences."""
     packing, parts = pack(G, cu_seqlens, chunk_size, BLOCK_ROWS), []
     for block, rows in zip(packing.blocks, packing.split(G), strict=True):
         sums = slots_of(block, rows, G.dtype)

@@ -180,11 +180,12 @@ def test_chain(arguments: tuple[bool, int, str, str]) -> None:
     assert found["HGMMA"] == groups * (8 + 2 * 4) + reverse * (groups * 2 * 4 + 8)
     assert found["LDSM"] == groups * 4  # v or dO
     assert found["STSM"] == groups * (8 + 4) + reverse * 4  # the state and y; P
-    assert found["UTMALDG"] == 2 * (2 * (1 + reverse) + 1 + groups + 1)  # k, q, record, v, A, of whole chunks and of the last
+    # k, q, record, v, A, of whole chunks and of the last
+    assert found["UTMALDG"] == 2 * (2 * (1 + reverse) + 1 + groups + 1)
     assert found["UTMASTG"] == groups * (2 + 1)  # the state and y
     assert found["BAR"] == built.source.count("__syncthreads()") == 1
     assert built.source.count("cudaGridDependencySynchronize()") == 1
-    # The reverse kernel waits for the forward one at its end, after all roles; the forward one for the inverse kernel, before them.
+    # The reverse kernel waits for the forward one after all roles; the forward one for the inverse kernel before them.
     before_roles = built.source.index("cudaGridDependencySynchronize()") < built.source.index("warpgroup_reg_")
     assert before_roles == (not reverse)
     fence = r"[^;]*; tl::fence_proxy_async\(\); "
@@ -192,7 +193,8 @@ def test_chain(arguments: tuple[bool, int, str, str]) -> None:
     assert len(re.findall(r"store_transposed\(" + fence + r"y_ready[^;]*arrive\(\);", built.source)) == groups
     tiles = ["q_smem"] * reverse + ["k_smem", "v_smem", "a_smem"]
     zeroed = r".*".join(rf"zero_rows\([^;]*{tile}" for tile in tiles)
-    assert re.search(zeroed + r"[^;]*; tl::fence_proxy_async\(\); \} qk_ready[^;]*arrive\(\); va_ready[^;]*arrive\(\);", built.source)
+    published = fence + r"\} qk_ready[^;]*arrive\(\); va_ready[^;]*arrive\(\);"
+    assert re.search(zeroed + published, built.source)
     last = in_order("tma_store(y_desc", "else", "*(uint4*)(y + ", "y_free[", "arrive();", "tma_store_wait<0, false>();")
     assert re.search(in_order("tma_store(states_desc", "s_free[0].arrive();") + ".*" + last, built.source)
 
@@ -202,17 +204,20 @@ def test_gradients(arguments: tuple[str, bool]) -> None:
     built = build("gradients", *arguments)
     kernel = import_module("flashqla.ops.kernels.gradients")
     assert_nothing_was_given_up(built)
-    assert_fits(built, 1, [kernel.QUERY_REGISTERS, kernel.KEY_REGISTERS, kernel.SCORE_REGISTERS, kernel.SERVICE_REGISTERS])
+    assert_fits(built, 1, [getattr(kernel, f"{role}_REGISTERS") for role in ("QUERY", "KEY", "SCORE", "SERVICE")])
     found = built.opcodes
-    # Products of 64x64x64 take 4: dO S^T, dY S^T and U dS^T 4 of them, dO U^T, dY U^T, Q K^T, K K^T and the four with Z and X 2.
+    # Products of 64x64x64 take 4. dO S^T, dY S^T and U dS^T are 4 of them; dO U^T, dY U^T, Q K^T, K K^T, and the four
+    # with Z and X are 2.
     assert found["HGMMA"] == 4 * (3 * 4 + 8 * 2)
     assert found["STSM"] == 2 * 4  # Z and X
-    assert found["UTMALDG"] == 2 * (3 * 2 + 1) + 2 * 4 + 2 * 2 * 2  # tokens, of whole chunks and of the last; states; q and k
+    # Tokens, of whole chunks and of the last; states; q and k, of whole chunks and of the last.
+    assert found["UTMALDG"] == 2 * (3 * 2 + 1) + 2 * 4 + 2 * 2 * 2
     assert found["BAR"] == built.source.count("__syncthreads()") == 1
     _, (query, key, score, load, finish) = split_roles(built)
     assert [role.count("store_rows<") for role in (query, key)] == [1, 1]
     fence = r"[^;]*; tl::fence_proxy_async\(\); "
-    assert re.search(r"store_tile\([^;]*z_smem[^;]*; flashqla::store_tile\([^;]*x_smem" + fence + r"zx_ready[^;]*arrive\(\);", score)
+    stored = r"store_tile\([^;]*z_smem[^;]*; flashqla::store_tile\([^;]*x_smem"
+    assert re.search(stored + fence + r"zx_ready[^;]*arrive\(\);", score)
     assert load.count("zero_rows(") == 3 * 2 + 2 * 2
     assert [finish.count(name) for name in ("gate_gradients<", "zero_tail<")] == [1, 1]
 

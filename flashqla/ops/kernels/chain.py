@@ -42,7 +42,16 @@ from flashqla.ops.kernels.common import (
     WARP_GROUP,
     cuda,
 )
-from flashqla.ops.kernels.roles import QK_STAGES, STAGES, decay_state, load_v, prediction_error, release, scale_columns, score
+from flashqla.ops.kernels.roles import (
+    QK_STAGES,
+    STAGES,
+    decay_state,
+    load_v,
+    prediction_error,
+    release,
+    scale_columns,
+    score,
+)
 
 HALVES = HEAD_DIM // TILE
 # Registers a thread of STATE, SCORE (reverse only) and the rest, by direction and number of state warpgroups: no more than the CTA starts with.

@@ -25,8 +25,29 @@ import tilelang
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from flashqla.ops.kernels.common import CHUNK, HEAD_DIM, HOPPER, KEY_DECAY, MANUAL_ROLES, OUT_SCALE, RECORD, TILE, WARP, WARP_GROUP, cuda
-from flashqla.ops.kernels.roles import QK_STAGES, STAGES, decay_state, load_v, prediction_error, release, scale_columns, score
+from flashqla.ops.kernels.common import (
+    CHUNK,
+    HEAD_DIM,
+    HOPPER,
+    KEY_DECAY,
+    MANUAL_ROLES,
+    OUT_SCALE,
+    RECORD,
+    TILE,
+    WARP,
+    WARP_GROUP,
+    cuda,
+)
+from flashqla.ops.kernels.roles import (
+    QK_STAGES,
+    STAGES,
+    decay_state,
+    load_v,
+    prediction_error,
+    release,
+    scale_columns,
+    score,
+)
 
 # Registers a thread of STATE, SCORE and the rest, by number of state warpgroups. In all 65536: two state warpgroups leave little to the others.
 REGISTERS = {1: (232, 152, 40), 2: (192, 88, 40)}

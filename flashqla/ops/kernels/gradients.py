@@ -85,7 +85,7 @@ def build_gradients(dtype: str, l2norm: bool):
                 for n in BOTH:
                     T.clear(sums[n])
                 T.barrier_wait(x.qk_ready[0], done & 1)
-                for e in T.unroll(group, unroll_factor=1):
+                for _ in T.unroll(group, unroll_factor=1):
                     s = count % TOKEN_STAGES
                     dots[0] = 0.0
                     dots[1] = 0.0
@@ -146,7 +146,7 @@ def build_gradients(dtype: str, l2norm: bool):
                 for n in BOTH:
                     T.clear(sums[n])
                 T.barrier_wait(x.qk_ready[0], done & 1)
-                for e in T.unroll(group, unroll_factor=1):
+                for _ in T.unroll(group, unroll_factor=1):
                     s = count % TOKEN_STAGES
                     for r in BOTH:
                         read_dots[r] = 0.0
@@ -221,7 +221,7 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.wgmma_gemm(x.k_smem[n, :, :], x.k_smem[n, :, :], kk, transpose_B=True, clear_accum=n == 0)
                 T.wait_wgmma(0)
                 release(x, x.qk_free, 0)
-                for e in T.unroll(group, unroll_factor=1):
+                for _ in T.unroll(group, unroll_factor=1):
                     s = count % TOKEN_STAGES
                     T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
                     for h in BOTH:

@@ -19,7 +19,18 @@ import tilelang
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from flashqla.ops.kernels.common import CHUNK, CUDA_TYPES, HEAD_DIM, HOPPER, MANUAL_ROLES, RECORD, TILE, WARP, WARP_GROUP, cuda
+from flashqla.ops.kernels.common import (
+    CHUNK,
+    CUDA_TYPES,
+    HEAD_DIM,
+    HOPPER,
+    MANUAL_ROLES,
+    RECORD,
+    TILE,
+    WARP,
+    WARP_GROUP,
+    cuda,
+)
 
 CTAS_PER_SM = 4  # as many as shared memory holds: a chain of short steps is hidden only behind other chunks
 BATCH = 4  # value heads whose factors are prepared at once, one warp each
