@@ -417,9 +417,6 @@ def test_gradients(gate):
     assert expected is not None
     assert_near(alone, expected, "gradient of the initial state from o alone", 2e-2)
 
-    with strict(), pytest.raises(UnsupportedError, match="gradients"):
-        chunk_gated_delta_rule(**arguments)
-
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_compile(dense):
