@@ -173,6 +173,7 @@ def chunk_gated_delta_rule_bwd(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state_v_first: bool = False,
+    auto_cp: bool = True,
     *,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -197,7 +198,7 @@ def chunk_gated_delta_rule_bwd(
         raise ArgumentError("g must be a tensor: the cumulative gate that the forward pass returned")
     with torch.no_grad():
         problem = checks.problem(q, k, v, g, beta, scale, initial_state, dht is not None, False, cu_seqlens,
-                                 state_v_first, False, cu_seqlens_cpu)
+                                 state_v_first, auto_cp, cu_seqlens_cpu)
         checks.gradients(problem, g, A, do, dht)
         dq, dk, dv, dg, dbeta, dinitial_state = _run_backward(problem, do, dht, (g, A))
     # fmt: on
@@ -291,7 +292,7 @@ def _run_backward(
     problem: Problem, do: Tensor, dht: Tensor | None, saved: tuple[Tensor, Tensor] | None = None
 ) -> Gradients:
     """Gradients of a problem. saved: cumulative gate and A of the forward pass; then problem.g is that gate too."""
-    p, chosen = problem, _plan(problem)
+    p, chosen = problem, _plan(problem, "backward")
     if chosen.implementation == "tilelang" and p.batch * p.tokens > 0:
         with torch.cuda.device(p.q.device):
             gradients: Gradients = _backward_kernels().backward(p, chosen, do, dht, saved, _device_facts(p.q.device)[1])
@@ -323,7 +324,7 @@ def _without_tokens(problem: Problem) -> ForwardResults:
     )
 
 
-def _plan(problem: Problem) -> Plan:
+def _plan(problem: Problem, direction: plan.Direction = "forward") -> Plan:
     device = problem.q.device
     capability, sm_count, missing = _device_facts(device)
     return plan.make(
@@ -338,6 +339,7 @@ def _plan(problem: Problem) -> Plan:
         sm_count=sm_count,
         missing=missing,
         auto_cp=problem.auto_cp,
+        direction=direction,
     )
 
 
@@ -443,10 +445,10 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 def _op_backward(*arguments: Any) -> tuple[Tensor, ...]:
     # fmt: off
-    (q, k, v, g, beta, do, dfinal_state, scale, initial_state, cu_seqlens, state_v_first, l2norm,
+    (q, k, v, g, beta, do, dfinal_state, scale, initial_state, cu_seqlens, state_v_first, l2norm, auto_cp,
      cu_seqlens_cpu) = arguments
     problem = checks.problem(q, k, v, g, beta, scale, initial_state, dfinal_state is not None, l2norm, cu_seqlens,
-                             state_v_first, False, cu_seqlens_cpu)
+                             state_v_first, auto_cp, cu_seqlens_cpu)
     # fmt: on
     return tuple(_or_empty(x, q) for x in _run_backward(problem, do, dfinal_state))
 
@@ -458,13 +460,13 @@ def _op_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     # fmt: off
-    (q, k, v, g, beta, scale, initial_state, final_wanted, l2norm, cu_seqlens, state_v_first, _,
+    (q, k, v, g, beta, scale, initial_state, final_wanted, l2norm, cu_seqlens, state_v_first, auto_cp,
      cu_seqlens_cpu) = inputs
     # fmt: on
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu)
     ctx.scale = HEAD_DIM**-0.5 if scale is None else scale
-    ctx.final_wanted, ctx.l2norm, ctx.state_v_first = final_wanted, l2norm, state_v_first
+    ctx.final_wanted, ctx.l2norm, ctx.state_v_first, ctx.auto_cp = final_wanted, l2norm, state_v_first, auto_cp
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -474,7 +476,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> 
     # fmt: off
     dq, dk, dv, dg, dbeta, dinitial_state = torch.ops.flashqla.gated_delta_rule_backward(
         q, k, v, g, beta, do, dfinal_state, ctx.scale, initial_state, cu_seqlens, ctx.state_v_first, ctx.l2norm,
-        cu_seqlens_cpu)
+        ctx.auto_cp, cu_seqlens_cpu)
     # fmt: on
     dg, dinitial_state = (None if g is None else dg), (None if initial_state is None else dinitial_state)
     return dq, dk, dv, dg, dbeta, None, dinitial_state, None, None, None, None, None, None
@@ -494,7 +496,8 @@ _ARGUMENTS = (
 )
 _GRADIENT_ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor do, Tensor? dfinal_state, float scale, "
-    "Tensor? initial_state, Tensor? cu_seqlens, bool state_v_first, bool l2norm, Tensor? cu_seqlens_cpu"
+    "Tensor? initial_state, Tensor? cu_seqlens, bool state_v_first, bool l2norm, bool auto_cp, "
+    "Tensor? cu_seqlens_cpu"
 )
 for _name, _arguments, _results, _function, _fake_function in (
     ("gated_delta_rule", _ARGUMENTS, 2, _op, _op_fake),

@@ -9,26 +9,47 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from flashqla.device import HOPPER
 
 CHUNK, HEAD_DIM = 64, 128
-KERNELS = ("inverse", "forward")
-SPLIT_KERNELS = ("inverse", "summary", "scan", "forward")
+KERNELS = {
+    "forward": ("inverse", "forward"),
+    "backward": ("inverse", "chain", "chain", "gradients"),
+}
+SPLIT_KERNELS = {
+    "forward": ("inverse", "summary", "scan", "forward"),
+    "backward": ("inverse", "summary", "chain", "scan", "scan", "chain", "chain", "gradients"),
+}
+Direction = Literal["forward", "backward"]
 KERNEL_DTYPES = ("bfloat16", "float16")
 
-# Microseconds per chunk on the critical path of the forward kernel, one CTA per SM, by columns of V in a CTA: measured
-# on an H200 with 512 chunks in sequence. Half the columns do not halve the time: scores and gates are repeated.
-CHUNK_US = {128: 2.1, 64: 1.28}
-# Splitting a sequence into segments, fitted to six shapes on an H200: microseconds per chunk of a CTA of the summary
-# kernel, of which an SM runs two as fast as one; per segment of the scan; and for two more launches.
-SUMMARY_CHUNK_US = 1.25
+
+class Costs(NamedTuple):
+    """What the choice of tiles and segments knows of the kernels of a direction, in microseconds.
+
+    chunk: per chunk on the critical path, one CTA per SM, by columns of V in a CTA. summary_chunk: per chunk of a CTA
+    that summarises a segment, of which an SM runs two as fast as one. scan_segment: per segment of the scans. split:
+    for the launches that splitting adds.
+    """
+
+    chunk: dict[Literal[64, 128], float]
+    summary_chunk: float
+    scan_segment: float
+    split: float
+
+
+# Forward: measured on an H200 with 512 chunks in sequence, and fitted to six shapes that were split. Half the columns
+# do not halve the time: scores and gates are repeated. Backward: estimated from the products and loads of each kernel, for
+# the recurrences of both directions, one after the other; the gradients kernel costs the same either way.
+COSTS: dict[Direction, Costs] = {
+    "forward": Costs({128: 2.1, 64: 1.28}, 1.25, 2.0, 8.0),
+    "backward": Costs({128: 2.6, 64: 1.45}, 2.05, 4.0, 16.0),
+}
 SUMMARY_CTAS = 2
 SUMMARY_PARTS = 4  # CTAs of a segment and head where nothing is forgotten
 LASTING_HEADS = 4  # in trained models about one head in so many keeps what it knows beyond a segment
-SCAN_SEGMENT_US = 2.0
-SPLIT_US = 8.0
 SEGMENTS = (2, 3, 4, 6, 8, 11, 16, 22, 32)  # of the longest sequence
 SHORTEST_SEGMENT = 8  # chunks
 SPLIT_GAIN = 0.95  # of the estimate without: a split must promise more than estimates are off
@@ -70,8 +91,9 @@ def make(
     sm_count: int = 132,
     missing: str = "",
     auto_cp: bool = True,
+    direction: Direction = "forward",
 ) -> Plan:
-    """The plan for a problem on a device.
+    """The plan for one direction of a problem on a device.
 
     seqlens: tokens of every sequence; None where only the device knows them, and then `sequences` sequences are taken
     to share `tokens` tokens evenly. dtype: of q, k and v. device: its type, "cuda" or "cpu". missing: why the
@@ -83,16 +105,17 @@ def make(
     if reason:
         return Plan("torch", 128, 1, (), f"{reason}: the PyTorch chunk form runs")
 
-    chunks = [-(-length // CHUNK) for length in seqlens]
-    v_tile, us, tile_reason = _choose_v_tile(chunks, hv, sm_count)
-    segment_chunks, split_reason = _choose_split(chunks, hv, sm_count, us) if auto_cp else (0, "auto_cp is off")
+    chunks, costs = [-(-length // CHUNK) for length in seqlens], COSTS[direction]
+    v_tile, us, tile_reason = _choose_v_tile(chunks, hv, sm_count, costs)
+    segment_chunks, split_reason = _choose_split(chunks, hv, sm_count, us, costs) if auto_cp else (0, "auto_cp is off")
     if segment_chunks:
-        v_tile, _, tile_reason = _choose_v_tile(_segments(chunks, segment_chunks), hv, sm_count)
+        v_tile, _, tile_reason = _choose_v_tile(_segments(chunks, segment_chunks), hv, sm_count, costs)
     heads = _heads_per_inverse(sum(chunks), hk, hv, sm_count)
     ctas = sum(chunks) * hv // heads
     inverse_reason = f"{ctas} CTAs of the inverse with {heads} of {hv // hk} v-heads of a group each, on {sm_count} SMs"
     why = "; ".join((split_reason, tile_reason, inverse_reason))
-    return Plan("tilelang", v_tile, heads, SPLIT_KERNELS if segment_chunks else KERNELS, why, segment_chunks)
+    kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
+    return Plan("tilelang", v_tile, heads, kernels, why, segment_chunks)
 
 
 def _refusal(sequences: int, dtype: str, device: str, capability: tuple[int, int] | None, missing: str) -> str:
@@ -117,25 +140,23 @@ def _heads_per_inverse(chunks: int, hk: int, hv: int, sm_count: int) -> int:
     return next(enough, 2 if group % 2 == 0 else 1)
 
 
-def _choose_v_tile(chunks: list[int], hv: int, sm_count: int) -> tuple[Literal[64, 128], float, str]:
-    """The columns of V a CTA, the microseconds of the forward kernel they promise, and why."""
-    whole, half = (
-        _critical_chunks(chunks, hv * HEAD_DIM // tile, sm_count) * CHUNK_US[tile] for tile in (HEAD_DIM, HEAD_DIM // 2)
-    )
+def _choose_v_tile(chunks: list[int], hv: int, sm_count: int, costs: Costs) -> tuple[Literal[64, 128], float, str]:
+    """The columns of V a CTA, the microseconds of the recurrence they promise, and why."""
+    whole, half = (_critical_chunks(chunks, hv * HEAD_DIM // tile, sm_count) * us for tile, us in costs.chunk.items())
     v_tile: Literal[64, 128] = 64 if half < whole else 128
     pairs = f"{len(chunks)} sequences or segments x {hv} v-heads on {sm_count} SMs"
     reason = f"{pairs}: an estimated {whole:.0f} us with V whole and {half:.0f} us in halves, so v_tile={v_tile}"
     return v_tile, min(whole, half), reason
 
 
-def _choose_split(chunks: list[int], hv: int, sm_count: int, unsplit_us: float) -> tuple[int, str]:
+def _choose_split(chunks: list[int], hv: int, sm_count: int, unsplit_us: float, costs: Costs) -> tuple[int, str]:
     """Chunks per segment, 0 for whole sequences, and why.
 
     The gate decides on the device what the summary kernel costs. A split must pay even where no head forgets; the best
     of those that do is the one for heads of which most forget.
     """
     longest = max(chunks)
-    costs = {}
+    promised = {}
     for count in SEGMENTS:
         size = -(-longest // count)
         if size < SHORTEST_SEGMENT:
@@ -144,19 +165,19 @@ def _choose_split(chunks: list[int], hv: int, sm_count: int, unsplit_us: float) 
         if len(segments) + len(chunks) > MOST_SEQUENCES:
             continue
         summaries = len(segments) - len(chunks)  # the last segment of a sequence needs none
-        _, forward_us, _ = _choose_v_tile(segments, hv, sm_count)
+        _, forward_us, _ = _choose_v_tile(segments, hv, sm_count, costs)
         slots = SUMMARY_CTAS * sm_count
         worst_us, typical_us = (
-            SUMMARY_CHUNK_US * _critical_chunks([size] * summaries, SUMMARY_PARTS * heads, slots)
+            costs.summary_chunk * _critical_chunks([size] * summaries, SUMMARY_PARTS * heads, slots)
             for heads in (hv, -(-hv // LASTING_HEADS))
         )
-        rest_us = forward_us + SCAN_SEGMENT_US * (count - 1) + SPLIT_US
+        rest_us = forward_us + costs.scan_segment * (count - 1) + costs.split
         if rest_us + worst_us < SPLIT_GAIN * unsplit_us:
-            costs[size] = rest_us + typical_us
-    if not costs:
+            promised[size] = rest_us + typical_us
+    if not promised:
         return 0, f"sequences stay whole: an estimated {unsplit_us:.0f} us"
-    best = min(costs, key=costs.__getitem__)
-    us = f"an estimated {costs[best]:.0f} us, where whole sequences take {unsplit_us:.0f} us"
+    best = min(promised, key=promised.__getitem__)
+    us = f"an estimated {promised[best]:.0f} us, where whole sequences take {unsplit_us:.0f} us"
     return best, f"segments of {best} chunks: {us}"
 
 

@@ -79,9 +79,9 @@ def run_backward(
     offsets = None if offset_dtype is None else torch.tensor([0, *accumulate(lengths)], dtype=offset_dtype)
     states = (len(lengths), hv, 128, 128)
     state = None if state_dtype is None else torch.empty(states, dtype=state_dtype)
-    options = (None, state, dht, l2norm, offsets, state_v_first, False, None)
+    options = (None, state, dht, l2norm, offsets, state_v_first, True, None)
     problem = checks.problem(q, k, v, beta if gated else None, beta, *options)
-    chosen = plan.make(hk=hk, hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype], auto_cp=False)
+    chosen = plan.make(hk=hk, hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype], direction="backward")
     given = (torch.empty(*rows, hv), torch.empty(*rows, hv, 64, dtype=dtype)) if saved else None
     do = torch.ones((), dtype=dtype).expand(v.shape)
     return launch_backward.backward(problem, chosen, do, torch.empty(states) if dht else None, given, 132)
@@ -135,6 +135,7 @@ def test_arguments_are_as_declared(calls: list[tuple[Key, tuple[Any, ...]]], opt
         pytest.param({"saved": True}, id="saved"),
         pytest.param({"offset_dtype": None, "lengths": (65, 65)}, id="batch"),
         pytest.param({"offset_dtype": torch.int64}, id="int64-offsets"),
+        pytest.param({"lengths": (20000,)}, id="split"),
         pytest.param({"hv": 64, "lengths": (640,) * 3}, id="v-tile-128"),
         pytest.param({"gated": False, "state_dtype": None, "dht": False}, id="nothing-optional"),
         pytest.param({"state_v_first": True}, id="v-first"),
@@ -143,10 +144,10 @@ def test_arguments_are_as_declared(calls: list[tuple[Key, tuple[Any, ...]]], opt
 )
 def test_backward_arguments_are_as_declared(calls: list[tuple[Key, tuple[Any, ...]]], options: dict[str, Any]) -> None:
     results = run_backward(**options)
-    first = "records" if options.get("saved") else "inverse"
-    assert [key[0] for key, _ in calls] == [first, "chain", "chain", "gradients"]
-    assert [key[1] for key, _ in calls][1:3] == [False, True]
-    assert_arguments(calls, {("chain", "q_handle"), ("chain", "leaving_handle")})
+    kernels = (plan.SPLIT_KERNELS if options.get("lengths") == (20000,) else plan.KERNELS)["backward"]
+    assert [key[0] for key, _ in calls] == [("records" if options.get("saved") else "inverse"), *kernels[1:]]
+    assert [key[1] for key, _ in calls if key[0] == "chain"][-2:] == ["forward", "reverse"]
+    assert_arguments(calls, {("chain", f"{name}_handle") for name in ("q", "leaving", "states", "y")})
     gate_dtype = options.get("gate_dtype", torch.float32)
     assert results.dbeta.dtype == gate_dtype
     assert (results.dg is None) == (not options.get("gated", True))

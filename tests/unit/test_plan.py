@@ -38,7 +38,7 @@ def test_pytorch_serves_what_the_kernels_cannot(facts, reason):
 )
 def test_tiles_of_whole_sequences(hk, hv, seqlens, v_tile, heads_per_inverse):
     chosen = plan.make(hk=hk, hv=hv, seqlens=seqlens, auto_cp=False)
-    assert (chosen.segment_chunks, chosen.kernels) == (0, plan.KERNELS)
+    assert (chosen.segment_chunks, chosen.kernels) == (0, plan.KERNELS["forward"])
     assert "auto_cp is off" in chosen.why
     assert chosen.implementation == "tilelang"
     assert (chosen.v_tile, chosen.heads_per_inverse) == (v_tile, heads_per_inverse)
@@ -59,7 +59,7 @@ def test_tiles_of_whole_sequences(hk, hv, seqlens, v_tile, heads_per_inverse):
 )
 def test_splits(hv, seqlens, splits):
     chosen = plan.make(hk=2, hv=hv, seqlens=seqlens)
-    assert chosen.kernels == (plan.SPLIT_KERNELS if splits else plan.KERNELS)
+    assert chosen.kernels == (plan.SPLIT_KERNELS if splits else plan.KERNELS)["forward"]
     assert bool(chosen.segment_chunks) == splits
     if splits:
         assert plan.SHORTEST_SEGMENT <= chosen.segment_chunks < max(seqlens) / plan.CHUNK
@@ -78,10 +78,10 @@ def test_a_split_promises_a_gain_even_if_no_head_forgets():
             segments = plan._segments(chunks, split.segment_chunks)
             assert sum(segments) == chunks[0]
             assert max(segments) == split.segment_chunks
-            _, whole_us, _ = plan._choose_v_tile(chunks, hv, 132)
-            _, forward_us, _ = plan._choose_v_tile(segments, hv, 132)
-            summary = plan._critical_chunks(segments[:-1], 4 * hv, 264) * plan.SUMMARY_CHUNK_US
-            assert forward_us + summary + plan.SPLIT_US < whole_us
+            _, whole_us, _ = plan._choose_v_tile(chunks, hv, 132, plan.COSTS["forward"])
+            _, forward_us, _ = plan._choose_v_tile(segments, hv, 132, plan.COSTS["forward"])
+            summary = plan._critical_chunks(segments[:-1], 4 * hv, 264) * plan.COSTS["forward"].summary_chunk
+            assert forward_us + summary + plan.COSTS["forward"].split < whole_us
 
 
 @pytest.mark.parametrize(("chunks", "size", "segments"), [([5, 0, 4], 2, [2, 2, 1, 0, 2, 2]), ([3], 8, [3])])
@@ -113,3 +113,17 @@ def test_critical_path(chunks, ctas, sms, critical):
 def test_plan_needs_no_torch():
     code = "import sys, flashqla.ops.plan as p; p.make(hk=2, hv=8, seqlens=(64,)); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("hv", "seqlens", "splits"),
+    [
+        pytest.param(8, (32768,), True, id="few heads, one long sequence"),
+        pytest.param(8, (512,), False, id="too short"),
+        pytest.param(32, (4096,) * 8, False, id="eight sequences fill the SMs"),
+    ],
+)
+def test_backward_has_a_plan_of_its_own(hv, seqlens, splits):
+    chosen = plan.make(hk=2, hv=hv, seqlens=seqlens, direction="backward")
+    assert chosen.kernels == (plan.SPLIT_KERNELS if splits else plan.KERNELS)["backward"]
+    assert bool(chosen.segment_chunks) == splits

@@ -5,10 +5,10 @@
 
 Shapes  q, k [T, hk, 128], v (forward) or dO (reverse) [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records of the inverse kernel;
         entering [N, hv, K, V] fp32, bf16 or fp16, leaving the same in fp32, any strides: the initial state (forward), or the gradients of the
-        final state and of the initial one (reverse)
+        final state and of the initial one (reverse); of a split sequence starts [segments, hv, V, K] fp32, what leaves each segment
         ->  states [slots, hv, V, K]: S that enters each chunk, or dS of the state that leaves it; y [T, hv, 128]: U, or beta dY, where a
         beta below SMALL_BETA counts as 1 (the gradient of such a beta cannot be had from beta dY)
-Grid    a CTA per sequence, value head and v_tile columns of V
+Grid    a CTA per segment (of segment_chunks chunks; 0: a whole sequence), value head and v_tile columns of V
 Cost    per chunk and value head 5 products of 64x64x128 forward, 9 reverse, and about 90 KB of HBM
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form; its derivative
 
@@ -16,8 +16,11 @@ Either is the other run backwards, and both are the core of the forward kernel: 
 transposed, and feeds everything to wgmma as the operand from registers. Neither needs the other: the reverse kernel starts while the forward one
 runs, and waits for it at its end, so that whoever waits for the reverse kernel has both.
 
+A third kind, the summary, is the reverse recurrence over a segment from 0: it writes what leaves the segment to starts, for the scan, and nothing
+else. It leaves out chunks that the gate forgets, and the first segment, from which nothing follows.
+
     STATE  one or two warpgroups, 64 columns of V each           LOAD   one warp: TMA in, zeros past the end of a sequence
-    SCORE  one warpgroup, reverse only: P                        STORE  one warp: states and y out
+    SCORE  one warpgroup, reverse: P                             STORE  one warp: states and y out
 """
 
 from types import SimpleNamespace
@@ -30,6 +33,8 @@ from flashqla.ops.kernels.common import (
     BETA,
     BETA_DECAY,
     CHUNK,
+    CHUNK_DECAY,
+    FORGOTTEN,
     HEAD_DIM,
     HOPPER,
     KEY_DECAY,
@@ -59,8 +64,9 @@ REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
-def build_chain(reverse: bool, v_tile: int, dtype: str, state_dtype: str):
-    """The kernel of one direction for tokens in `dtype` and entering states in `state_dtype`; v_tile is 64 or 128."""
+def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
+    """The kernel for tokens in `dtype` and entering states in `state_dtype`; kind is forward, reverse or summary, v_tile is 64 or 128."""
+    reverse, summary = kind != "forward", kind == "summary"
     groups = v_tile // TILE
     slices = HEAD_DIM // v_tile
     state_registers, score_registers, service_registers = REGISTERS[reverse, groups]
@@ -72,19 +78,37 @@ def build_chain(reverse: bool, v_tile: int, dtype: str, state_dtype: str):
     THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
     QK_READERS = SCORE_END // WARP
 
-    tokens, slots, hk, hv, sequences, offsets = (T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "offsets"))
+    tokens, slots, hk, hv, sequences, segments, offsets = (
+        T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "segments", "offsets")
+    )
     q0, q1, k0, k1, v0, v1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1"))
-    e0, e1, e2, e3, l0, l1, l2, l3 = (T.dynamic(f"{x}{d}") for x in "el" for d in range(4))
+    e0, e1, e2, e3, l0, l1, l2, l3, s0, s1, s2, s3 = (T.dynamic(f"{x}{d}") for x in "els" for d in range(4))
 
     @T.macro
     def read_state(S, x, w):
-        if x.has_entering != 0:
+        if x.is_inner != 0:  # another segment is in front of this one (reverse: behind it), or forgotten
+            if summary:
+                T.clear(S)
+            else:
+                for v, k in T.Parallel(TILE, HEAD_DIM):
+                    S[v, k] = x.starts[x.segment + (1 if reverse else -1), x.head, x.first_column + w * TILE + v, k]
+        elif x.has_entering != 0:
             for v, k in T.Parallel(TILE, HEAD_DIM):
                 S[v, k] = T.cast(x.entering[x.sequence, x.head, k, x.first_column + w * TILE + v], "float32")
         else:
             T.clear(S)
         if state_dtype != "float32":  # or ptxas keeps the narrow values, widens them in the loop, and serializes its products
             T.warpgroup_fence_operand(S, num_regs=TILE * HEAD_DIM // WARP_GROUP)
+
+    @T.macro
+    def write_state(S, x, w):
+        if summary:
+            if x.chunks > 0:
+                for v, k in T.Parallel(TILE, HEAD_DIM):
+                    x.starts[x.segment, x.head, x.first_column + w * TILE + v, k] = S[v, k]
+        elif T.And(x.is_first, x.has_leaving != 0):
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                x.leaving[x.sequence, x.head, k, x.first_column + w * TILE + v] = S[v, k]
 
     @T.macro
     def hand_out_state(S_in, i, x, w):
@@ -166,23 +190,23 @@ def build_chain(reverse: bool, v_tile: int, dtype: str, state_dtype: str):
             T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
             scale_columns(dO, dO, OUT_SCALE, i, x)
             T.wgmma_gemm(dO, x.q_smem[s, :, :], S)
-            hand_out_state(S_in, i, x, w)
+            if not summary:
+                hand_out_state(S_in, i, x, w)
             T.wait_wgmma(1)  # dY; Q^T dO goes on
             release(x, x.va_free, p)
             T.copy(x.record_smem[s, BETA_DECAY, :], factor)
             for v, t in T.Parallel(TILE, CHUNK):
                 W[v, t] = -X[v, t] * factor[t]
             T.wgmma_gemm(W, x.k_smem[s, :, :], S)
-            T.copy(x.record_smem[s, BETA, :], factor)
-            T.wait_wgmma(1)  # Q^T dO; the update goes on
-            for v, t in T.Parallel(TILE, CHUNK):
-                dO[v, t] = X[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
-            hand_out_y(dO, i, x, w)
+            if not summary:
+                T.copy(x.record_smem[s, BETA, :], factor)
+                T.wait_wgmma(1)  # Q^T dO; the update goes on
+                for v, t in T.Parallel(TILE, CHUNK):
+                    dO[v, t] = X[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
+                hand_out_y(dO, i, x, w)
             T.wait_wgmma(0)
             release(x, x.qk_free, s)
-        if x.has_leaving != 0:
-            for v, k in T.Parallel(TILE, HEAD_DIM):
-                x.leaving[x.sequence, x.head, k, x.first_column + w * TILE + v] = S[v, k]
+        write_state(S, x, w)
 
     @T.macro
     def load_tiles(chunk, s, p, x, ready, qk_stage, va_stage):
@@ -261,15 +285,17 @@ def build_chain(reverse: bool, v_tile: int, dtype: str, state_dtype: str):
         states: T.Tensor((slots, hv, HEAD_DIM, HEAD_DIM), dtype),
         y: T.Tensor((tokens, hv, HEAD_DIM), dtype),
         leaving: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (l0, l1, l2, l3), "float32"),
+        starts: T.StridedTensor((segments, hv, HEAD_DIM, HEAD_DIM), (s0, s1, s2, s3), "float32"),
         scale: T.float32,
         group: T.int32,
         offset_step: T.int32,
+        segment_chunks: T.int32,
         has_entering: T.int32,
         has_leaving: T.int32,
     ):
-        # Neighbouring CTAs take the heads of one sequence, which read the same q and k.
-        with T.Kernel(hv * slices, sequences, threads=THREADS) as (bx, sequence):
-            T.import_source(cuda("tiles"))
+        # Neighbouring CTAs take the heads of one segment, which read the same q and k.
+        with T.Kernel(hv * slices, segments, threads=THREADS) as (bx, segment):
+            T.import_source(cuda("tiles", "segments"))
             k_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
             record_smem = T.alloc_shared((QK_STAGES, RECORD, CHUNK), "float32")
             v_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
@@ -298,19 +324,51 @@ def build_chain(reverse: bool, v_tile: int, dtype: str, state_dtype: str):
             tx = T.get_thread_binding()
             head = bx // slices
             k_head: T.int32 = T.truncdiv(head, group)
+            # Variables, or their quotients are computed at every use.
+            sequence = T.alloc_var("int32")
+            index = T.alloc_var("int32")  # of the segment in its sequence
+            sequence = segment
+            index = 0
+            if segment_chunks > 0:
+                sequence = T.call_extern(
+                    "int32", "flashqla::owner", T.address_of(cu_seqlens[0]), offset_step, sequences, segment_chunks * CHUNK, segment
+                )
             bos: T.int32 = T.max(T.min(cu_seqlens[sequence * offset_step], tokens), 0)
             eos: T.int32 = T.max(T.min(cu_seqlens[(sequence + 1) * offset_step], tokens), bos)
-            chunks: T.int32 = T.ceildiv(eos - bos, CHUNK)
+            if segment_chunks > 0:
+                index = segment - T.truncdiv(bos, segment_chunks * CHUNK) - sequence
+            first = T.alloc_var("int32")
+            length = T.alloc_var("int32")
+            chunks = T.alloc_var("int32")
+            first = T.min(bos + index * segment_chunks * CHUNK, eos)
+            length = eos - first
+            if segment_chunks > 0:
+                length = T.min(length, segment_chunks * CHUNK)
+            is_inner = T.alloc_var("int32")
+            is_inner = T.if_then_else(first + length < eos if reverse else index > 0, 1, 0)
+            chunks = T.ceildiv(length, CHUNK)
+            slot: T.int32 = bos // CHUNK + sequence + index * segment_chunks
+            if summary:
+                if index > 0:
+                    chunks = T.call_extern(
+                        "int32", "flashqla::forgotten_after", T.address_of(records[slot, head, CHUNK_DECAY, 1]), hv * RECORD * CHUNK,
+                        T.ceildiv(length, CHUNK), FORGOTTEN,
+                    )
+                    if chunks < T.ceildiv(length, CHUNK):
+                        is_inner = 1
+                else:
+                    chunks = 0
             if not reverse:
                 T.pdl_sync()  # until what the inverse kernel wrote is there
                 T.pdl_trigger()  # by then it is there for the reverse kernel too
             x = SimpleNamespace(
-                q=q, k=k, v=v, A=A, records=records, entering=entering, leaving=leaving,
+                q=q, k=k, v=v, A=A, records=records, entering=entering, leaving=leaving, starts=starts,
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
                 qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
                 s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
-                tx=tx, sequence=sequence, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
-                slot=bos // CHUNK + sequence, bos=bos, length=eos - bos, chunks=chunks, has_entering=has_entering, has_leaving=has_leaving,
+                tx=tx, sequence=sequence, segment=segment, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
+                slot=slot, bos=first, length=length, chunks=chunks, is_first=index == 0, is_inner=is_inner,
+                has_entering=has_entering, has_leaving=has_leaving,
             )
             if tx < WARP_GROUP:
                 T.inc_max_nreg(state_registers)
@@ -333,7 +391,8 @@ def build_chain(reverse: bool, v_tile: int, dtype: str, state_dtype: str):
                 if tx < LOAD_END:
                     load(x)
                 elif tx < STORE_END:
-                    store(x, states, y)
+                    if not summary:
+                        store(x, states, y)
             if reverse:
                 T.pdl_sync()  # until the forward kernel has ended: whoever waits for this one needs both
 

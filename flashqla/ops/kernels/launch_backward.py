@@ -67,12 +67,27 @@ def backward(
     else:
         cumulative, A = saved[0].flatten(0, 1), saved[1].flatten(0, 1).contiguous()
         launch._kernel("records", DTYPES[beta.dtype])(cumulative, beta, offsets, records, p.scale, sequences, step)
-    launch._kernel("chain", False, plan.v_tile, dtype, DTYPES[initial.dtype])(
-        None, k, v, A, records, offsets, initial, states, u, None, p.scale, group, step, int(p.initial_state is not None), 0,
+    has_initial, has_dht, has_dinitial = (int(x is not None) for x in (p.initial_state, dht, dinitial))
+    segments = plan.segment_chunks
+    starts = dstarts = nothing  # of a split sequence, the state in front of segments and its gradient behind them
+    if segments:
+        shape = (tokens // (CHUNK * segments) + sequences, hv, HEAD_DIM, HEAD_DIM)
+        starts, dstarts = (records.new_empty(shape) for _ in range(2))
+        transitions, forgets = q.new_empty(shape), records.new_empty(shape[:2], dtype=torch.int32)
+        launch._kernel("summary", dtype, DTYPES[initial.dtype])(
+            k, v, A, records, offsets, initial, starts, transitions, forgets, group, step, segments, has_initial,
+        )
+        launch._kernel("chain", "summary", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
+            q, k, do, A, records, offsets, dfinal, None, None, None, dstarts, p.scale, group, step, segments, has_dht, 0,
+        )
+        launch._kernel("scan", dtype)(offsets, starts, transitions, forgets, tokens, step, segments, sequences)
+        launch._kernel("scan", dtype, True)(offsets, dstarts, transitions, forgets, tokens, step, segments, sequences)
+    launch._kernel("chain", "forward", plan.v_tile, dtype, DTYPES[initial.dtype])(
+        None, k, v, A, records, offsets, initial, states, u, None, starts, p.scale, group, step, segments, has_initial, 0,
     )
-    launch._kernel("chain", True, plan.v_tile, dtype, DTYPES[dfinal.dtype])(
-        q, k, do, A, records, offsets, dfinal, dstates, dv, nothing if dinitial is None else launch._key_first(p, dinitial),
-        p.scale, group, step, int(dht is not None), int(dinitial is not None),
+    launch._kernel("chain", "reverse", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
+        q, k, do, A, records, offsets, dfinal, dstates, dv, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
+        p.scale, group, step, segments, has_dht, has_dinitial,
     )
     launch._kernel("gradients", dtype, p.l2norm)(
         q, k, v, do, u, records, states, dstates, offsets, dq, dk, dv, dg, dbeta, p.scale, sequences, step,

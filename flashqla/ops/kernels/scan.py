@@ -1,7 +1,10 @@
 """States at the ends of segments, from what each segment does to the state that enters it: S <- M S + N, segment after segment.
 
+Reverse, the gradient of the state at the start of segments: dS <- M^T dS + N, from the last segment to the second.
+
 Shapes  states [segments, hv, V, K] fp32: N^T of every segment on entry, on return the state at its end; transitions [segments, hv, K', K] in the
-        dtype of k: M^T; forgets [segments, hv] int32: M is 0, or the segment is the first of its sequence
+        dtype of k: M^T; forgets [segments, hv] int32: M is 0, or the segment is the first of its sequence;
+        reverse: states are those of the gradient, and transitions and forgets what they are forward
 Grid    a CTA per sequence, value head and 64 columns of V
 Cost    per segment but the last of a sequence 64 KB through L2 and two products of 64x64x128, in series
 Source  gated delta rule as an affine map of the state: Gated Delta Networks, arXiv 2412.06464
@@ -17,7 +20,7 @@ STATE_END, LOAD_END = WARP_GROUP, WARP_GROUP + WARP
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
-def build_scan(dtype: str):
+def build_scan(dtype: str, reverse: bool = False):
     """The kernel for transitions in `dtype`."""
     offsets, segments, hv = (T.dynamic(x) for x in ("offsets", "segments", "hv"))
 
@@ -56,15 +59,15 @@ def build_scan(dtype: str):
                 T.clear(S)
                 if count > 0:
                     for v, k in T.Parallel(TILE, HEAD_DIM):
-                        S[v, k] = states[first, head, first_row + v, k]
+                        S[v, k] = states[first + count if reverse else first, head, first_row + v, k]
                 for i in T.unroll(T.max(count - 1, 0), unroll_factor=1):
-                    segment = first + 1 + i
+                    segment = first + count - 1 - i if reverse else first + 1 + i
                     for v, k in T.Parallel(TILE, HEAD_DIM):
                         N[v, k] = states[segment, head, first_row + v, k]  # under way while the product is made
                     if forgets[segment, head] == 0:
                         T.copy(S, S_in)
                         T.barrier_wait(ready[used % STAGES], (used // STAGES) & 1)
-                        T.wgmma_gemm(S_in, m_smem[used % STAGES, :, :], S, clear_accum=True)
+                        T.wgmma_gemm(S_in, m_smem[used % STAGES, :, :], S, transpose_B=reverse, clear_accum=True)
                         T.wait_wgmma(0)
                         T.sync_warp()
                         if tx % WARP == 0:
@@ -77,7 +80,7 @@ def build_scan(dtype: str):
                         T.copy(N, S)
             else:
                 for i in T.unroll(T.max(count - 1, 0), unroll_factor=1):
-                    segment = first + 1 + i
+                    segment = first + count - 1 - i if reverse else first + 1 + i
                     if forgets[segment, head] == 0:
                         T.barrier_wait(free[used % STAGES], ((used // STAGES) & 1) ^ 1)
                         T.tma_copy(transitions[segment, head, :, :], m_smem[used % STAGES, :, :], barrier=ready[used % STAGES])

@@ -38,4 +38,24 @@ __device__ __forceinline__ int forgotten_before(const float* decays, long long s
   }
   return -1;
 }
+
+// The first chunks, as many as it takes for their decay to fall below 2^limit, so that the gradient of a state behind them is forgotten in front;
+// all of them if it does not fall that far. decays, lanes: as above.
+__device__ __forceinline__ int forgotten_after(const float* decays, long long stride, int chunks, float limit) {
+  const int lane = threadIdx.x & 31;
+  float earlier = 0.f;
+  for (int begin = 0; begin < chunks; begin += 32) {
+    const int chunk = begin + lane;
+    float sum = chunk < chunks ? decays[chunk * stride] : 0.f;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const float up = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += up;
+    }
+    const unsigned found = __ballot_sync(~0u, chunk < chunks && earlier + sum < limit);
+    if (found) return begin + __ffs(found);
+    earlier += __shfl_sync(~0u, sum, 31);
+  }
+  return chunks;
+}
 }  // namespace flashqla
