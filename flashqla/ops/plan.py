@@ -41,8 +41,8 @@ class Costs(NamedTuple):
 
 
 # Forward: measured on an H200 with 512 chunks in sequence, and fitted to six shapes that were split. Half the columns
-# do not halve the time: scores and gates are repeated. Backward: estimated from the products and loads of each kernel, for
-# the recurrences of both directions, one after the other; the gradients kernel costs the same either way.
+# do not halve the time: scores and gates are repeated. Backward: estimated from the products and loads of each kernel,
+# for the recurrences of both directions, one after the other; the gradients kernel costs the same either way.
 COSTS: dict[Direction, Costs] = {
     "forward": Costs({128: 2.1, 64: 1.28}, 1.25, 2.0, 8.0),
     "backward": Costs({128: 2.6, 64: 1.45}, 2.05, 4.0, 16.0),
