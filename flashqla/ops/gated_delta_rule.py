@@ -73,7 +73,7 @@ def chunk_gated_delta_rule(
             are fine. Rows past the last offset are not read; their o and gradients are 0.
         head_first: refused when True; transpose instead.
         state_v_first: initial and final state in (V, K) order.
-        auto_cp: allow splitting a sequence over SMs where that is faster. No kernel does so yet.
+        auto_cp: allow splitting a sequence over SMs where that is faster.
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU. Spares the read below.
 
     Returns:
@@ -184,6 +184,7 @@ def chunk_gated_delta_rule_bwd(
         do: gradient of o, in its shape and dtype.
         dht: gradient of the final state, [N, hv, 128, 128] in the order of the initial state; zeros by default.
         Other arguments are those of the forward pass.
+        auto_cp: as there; splitting has a plan of its own in each direction.
 
     Returns:
         dq, dk, dv, dbeta in the shapes and dtypes of their inputs, dg [B, T, hv] float32, of the gate of each token and

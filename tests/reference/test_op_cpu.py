@@ -6,8 +6,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.nn.functional import normalize
 
-from flashqla.errors import UnsupportedError
-from flashqla.ops import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, explain, strict
+from flashqla.errors import ArgumentError, UnsupportedError
+from flashqla.ops import (
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+    explain,
+    strict,
+)
 from flashqla.reference import recurrent_gated_delta_rule
 
 LENGTHS = [0, 64, 1, 66]
@@ -26,6 +32,28 @@ def problem(make_problem):
 def test_values_and_gradients(problem, run, assert_same, gate):
     given = problem(gate=gate)
     assert_same(run(chunk_gated_delta_rule, given), run(recurrent_gated_delta_rule, given))
+
+
+@pytest.mark.parametrize("gate", ["typical", "strong", "zero", "reset"])
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_backward_from_what_forward_returned(problem, run, assert_same, gate, state_v_first):
+    given = problem(gate=gate, tail=5)
+    expected = run(recurrent_gated_delta_rule, given, state_v_first=state_v_first)
+    g, A, *_ = chunk_gated_delta_rule_fwd(**given.arguments, state_v_first=state_v_first)
+    rest = {name: x for name, x in given.arguments.items() if name != "g"} | {"do": given.do}
+    results = chunk_gated_delta_rule_bwd(**rest, g=g, A=A, dht=given.dht, state_v_first=state_v_first)
+    found = dict(zip(("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"), results, strict=True))
+    assert_same(found, {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize("wrong", ["g", "A", "do", "dht"])
+def test_backward_refuses_what_forward_does_not_return(problem, wrong):
+    given = problem()
+    g, A, *_ = chunk_gated_delta_rule_fwd(**given.arguments)
+    arguments = given.arguments | {"g": g, "A": A, "do": given.do, "dht": given.dht}
+    arguments[wrong] = arguments[wrong].half() if wrong == "g" else arguments[wrong][..., :1]
+    with pytest.raises(ArgumentError, match=rf"{wrong} must be"):
+        chunk_gated_delta_rule_bwd(**arguments)
 
 
 def test_rows_past_the_last_offset(problem, run):
