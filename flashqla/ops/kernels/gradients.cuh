@@ -31,6 +31,13 @@ enum { kRowLog = 0, kColLog = 64, kBeta = 128, kOutScale = 256, kKeyDecay = 320,
 // What is left of beta beside the gradient of V, which a beta that is not small is part of already.
 __device__ __forceinline__ float other_beta(float beta, float small) { return fabsf(beta) < small ? beta : 1.f; }
 
+// Brings rows of 256 bytes into L2, by a warp: what is to be copied as soon as there is room for it.
+__device__ __forceinline__ void prefetch_rows(const void* rows, long long stride, int count) {
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < 2 * count; i += 32)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(rows) + (i >> 1) * stride + (i & 1) * 128));
+}
+
 // sum[i, :] += factor[i] * product[i, :], and dots[i] += product[i, :] . tile[i, :]
 template <typename Element>
 __device__ __forceinline__ void add_rows(float* sum, const float* product, const void* tile, float factor0, float factor1, float* dots) {

@@ -47,6 +47,7 @@ from flashqla.ops.kernels.roles import release
 HALVES = HEAD_DIM // TILE
 BOTH = tuple(range(HALVES))  # a loop over it is unrolled while tracing
 TOKEN_STAGES = 2
+SIZE = 2  # bytes of an element
 SUMS = 11 * CHUNK  # floats, see gradients.cuh
 QUERY, KEY, WRITTEN, INNER = 0, 64, 128, 640  # where sums lie
 QUERY_END, KEY_END, SCORE_END = WARP_GROUP, 2 * WARP_GROUP, 3 * WARP_GROUP
@@ -84,7 +85,6 @@ def build_gradients(dtype: str, l2norm: bool):
             if rows > 0:
                 for n in BOTH:
                     T.clear(sums[n])
-                T.barrier_wait(x.qk_ready[0], done & 1)
                 for _ in T.unroll(group, unroll_factor=1):
                     s = count % TOKEN_STAGES
                     dots[0] = 0.0
@@ -97,6 +97,8 @@ def build_gradients(dtype: str, l2norm: bool):
                         for h in BOTH:
                             T.wgmma_gemm(x.do_smem[for_do, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
                         T.call_extern("handle", f"flashqla::add_inner_product<{element}>", inner.data, T.address_of(x.s_smem[n, 0, 0, 0]), T.address_of(x.ds_smem[n, 0, 0, 0]))
+                        if n == 0:  # of the first value head, q comes later than the states
+                            T.barrier_wait(x.qk_ready[0], done & 1)
                         T.wait_wgmma(0)
                         release(x, x.state_free, n)
                         T.call_extern(
@@ -145,7 +147,6 @@ def build_gradients(dtype: str, l2norm: bool):
             if rows > 0:
                 for n in BOTH:
                     T.clear(sums[n])
-                T.barrier_wait(x.qk_ready[0], done & 1)
                 for _ in T.unroll(group, unroll_factor=1):
                     s = count % TOKEN_STAGES
                     for r in BOTH:
@@ -157,6 +158,8 @@ def build_gradients(dtype: str, l2norm: bool):
                         for_dy: T.int32 = T.call_extern("int32", "flashqla::anew", s)
                         for h in BOTH:
                             T.wgmma_gemm(x.dy_smem[for_dy, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
+                        if n == 0:
+                            T.barrier_wait(x.qk_ready[0], done & 1)
                         T.wait_wgmma(0)
                         T.call_extern(
                             "handle", f"flashqla::add_error_product<{element}>", sums[n].data, product.data, T.address_of(x.k_smem[n, 0, 0]),
@@ -306,6 +309,8 @@ def build_gradients(dtype: str, l2norm: bool):
                             T.tma_copy(x.dstates[slot, head, h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], x.ds_smem[n, h, :, :], barrier=x.state_ready[n])
                         T.barrier_arrive(x.state_ready[n])
                     if e == 0:
+                        T.call_extern("handle", "flashqla::prefetch_rows", T.address_of(x.q[first, k_head, 0]), q0 * SIZE, rows)
+                        T.call_extern("handle", "flashqla::prefetch_rows", T.address_of(x.k[first, k_head, 0]), k0 * SIZE, rows)
                         T.barrier_wait(x.qk_free[0], (done & 1) ^ 1)
                         if rows == CHUNK:
                             load_qk(x, first, k_head, x.qk_ready)
