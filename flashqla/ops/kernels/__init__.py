@@ -7,4 +7,5 @@ Forward            inverse -> forward
   split sequences  inverse -> summary -> scan -> forward
 Backward           inverse -> chain (forward and reverse side by side) -> gradients
   A is given       records -> chain -> gradients
+  split sequences  inverse -> summary -> chain (summary) -> scan, scan (reverse) -> chain -> gradients
 """
