@@ -186,7 +186,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 T.copy(X, U)
                 scale_columns(W, X, KEY_DECAY, i, x)
                 T.wgmma_gemm(W, x.k_smem[i % QK_STAGES, :, :], S)
-                release(x, x.va_free, i % STAGES)
+                T.barrier_arrive(x.va_free[i % STAGES])
                 T.barrier_wait(x.p_ready[i % STAGES], (i // STAGES) & 1)
                 T.wait_wgmma(1)  # Q S; the update goes on
                 scale_columns(O, O, OUT_SCALE, i, x)
@@ -217,7 +217,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             scale_columns(O, O, OUT_SCALE, i, x)
             decay_state(S, i, x)
             T.wait_wgmma(0)
-            release(x, x.va_free, i % STAGES)
+            T.barrier_arrive(x.va_free[i % STAGES])
             T.copy(X, U)
             scale_columns(W, X, KEY_DECAY, i, x)
             T.wgmma_gemm(W, x.k_smem[i % QK_STAGES, :, :], S)
@@ -356,7 +356,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             qk_ready = T.alloc_barrier([WARP] * QK_STAGES)  # LOAD -> STATE, SCORE
             qk_free = T.alloc_barrier([STATE_WARPS + SCORE_WARPS] * QK_STAGES)  # STATE, SCORE -> LOAD
             va_ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
-            va_free = T.alloc_barrier([STATE_WARPS] * STAGES)  # STATE -> LOAD
+            va_free = T.alloc_barrier([STATE_END] * STAGES)  # STATE -> LOAD, which may overwrite what a thread has read
             p_ready = T.alloc_barrier([WARP_GROUP] * STAGES)  # SCORE -> STATE
             p_free = T.alloc_barrier([STATE_WARPS] * STAGES)  # STATE -> SCORE
             o_ready = T.alloc_barrier([STATE_END] * STAGES)  # STATE -> STORE
