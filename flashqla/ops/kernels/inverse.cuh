@@ -1,4 +1,4 @@
-// The gated inverse of a chunk and the per-token factors of its record; inverse.py says what they are. Needs tiles.cuh.
+// The gated inverse of a chunk and the per-token factors of its record; inverse.py says what they are. Needs tiles.cuh and segments.cuh.
 namespace flashqla {
 // The factor M of one head: 16x16 blocks of its lower triangle, row by row, in fp32. Rows of 24 floats: 8-byte reads of 8 rows hit
 // different banks.
@@ -12,21 +12,55 @@ __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32
 __device__ __forceinline__ float operand(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000u); }
 __device__ __forceinline__ float tf32(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
 
-// out[t] = 1 / |row t| for the rows of a [64, 128] tile, which stands in shared memory as two swizzled tiles of 64 columns; two threads a
-// row. Swizzling permutes within a row of a tile, which a sum does not see. Rows past the sequence may hold anything: they count as 1.
-template <typename Element> __device__ __forceinline__ void inverse_norms(const void* tile, float* out, int rows) {
+// Work is dealt out to CTAs in turns; an item is a slot and a block of heads.
+__device__ __forceinline__ int turns(int items) { return (items - 1 - int(blockIdx.x)) / int(gridDim.x) + 1; }
+
+// The task of this CTA at a turn: first token and tokens, at most 64, of the chunk in a slot, none in a slot that no chunk has; slot; head.
+__device__ __forceinline__ void take_chunk(int turn, int blocks, int heads, const int* offsets, int step, int sequences, int tokens, int* task) {
+  const int item = turn * int(gridDim.x) + int(blockIdx.x), slot = item / blocks;
+  const int n = owner(offsets, step, sequences, 64, slot);
+  const int bos = max(min(offsets[n * step], tokens), 0), eos = max(min(offsets[(n + 1) * step], tokens), bos);
+  task[0] = max(bos + (slot - bos / 64 - n) * 64, 0);
+  task[1] = min(eos - task[0], 64);
+  task[2] = slot;
+  task[3] = (item - slot * blocks) * heads;
+}
+
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+template <typename Element> __device__ __forceinline__ float squares(uint4 raw) {
+  const Element* values = reinterpret_cast<const Element*>(&raw);
+  float sum = 0.f;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) sum += float(values[e]) * float(values[e]);
+  return sum;
+}
+// out[t] = 1 / |row t| from the sums of two threads a row. Rows past the sequence may hold anything: they count as 1.
+__device__ __forceinline__ void put_inverse_norm(float sum, float* out, int rows) {
+  const int row = threadIdx.x >> 1;
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  if ((threadIdx.x & 1) == 0) out[row] = row < rows ? rsqrtf(sum + 1e-6f) : 1.f;
+}
+// Of the rows of a [64, 128] tile, which stands in shared memory as two swizzled tiles of 64 columns. Swizzling permutes within a row of a
+// tile, which a sum does not see.
+template <typename Element> __device__ __forceinline__ void inverse_norms_of_tile(const void* tile, float* out, int rows) {
   const int row = threadIdx.x >> 1;
   const uint4* pieces = reinterpret_cast<const uint4*>(static_cast<const char*>(tile) + (threadIdx.x & 1) * 8192 + row * 128);
   float sum = 0.f;
 #pragma unroll
-  for (int piece = 0; piece < 8; ++piece) {
-    const uint4 raw = pieces[piece ^ (row & 7)];
-    const Element* values = reinterpret_cast<const Element*>(&raw);
+  for (int piece = 0; piece < 8; ++piece) sum += squares<Element>(pieces[piece ^ (row & 7)]);
+  put_inverse_norm(sum, out, rows);
+}
+// Of 64 rows of 128 in global memory.
+template <typename Element> __device__ __forceinline__ void inverse_norms(const Element* at, long long stride, float* out, int rows) {
+  const int row = threadIdx.x >> 1;
+  const uint4* pieces = reinterpret_cast<const uint4*>(at + row * stride + (threadIdx.x & 1) * 64);
+  float sum = 0.f;
+  if (row < rows) {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) sum += float(values[e]) * float(values[e]);
+    for (int piece = 0; piece < 8; ++piece) sum += squares<Element>(pieces[piece]);
   }
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  if ((threadIdx.x & 1) == 0) out[row] = row < rows ? rsqrtf(sum + 1e-6f) : 1.f;
+  put_inverse_norm(sum, out, rows);
 }
 
 // Per-token factors of a head that the inverse needs, vectors of 64 floats. `row`, `col`: base-2 logs whose difference is the decay from
@@ -34,22 +68,19 @@ template <typename Element> __device__ __forceinline__ void inverse_norms(const 
 // the blocks between, every factor at most 1: no exponential per element. `start` includes beta.
 enum { kRowLog = 0, kColLog = 64, kBeta = 128, kStart = 192, kStop = 256, kBetween = 320, kVectors = 324 };
 
-// Tokens 2*lane and 2*lane+1 of a strided vector; 0 past `rows`.
-template <typename Element> __device__ __forceinline__ float2 two_tokens(const Element* at, long long stride, int rows) {
+// Tokens 2*lane and 2*lane+1 of a strided vector, 0 past `rows`; as they are, so that nothing has to wait for them yet.
+template <typename Element> __device__ __forceinline__ void two_tokens(Element* out, const Element* at, long long stride, int rows) {
   const int token = 2 * (threadIdx.x & 31);
-  float2 x = make_float2(0.f, 0.f);
-  if (token < rows) x.x = float(at[token * stride]);
-  if (token + 1 < rows) x.y = float(at[(token + 1) * stride]);
-  return x;
+  out[0] = token < rows ? at[token * stride] : Element(0.f);
+  out[1] = token + 1 < rows ? at[(token + 1) * stride] : Element(0.f);
 }
 
 // One warp turns the log gates and beta of a chunk into its record and vectors; the lane has tokens 2*lane and 2*lane+1.
 template <bool kNorm, typename Gate, typename Beta>
-__device__ __forceinline__ void chunk_factors(const Gate* g, long long g_stride, const Beta* beta, long long beta_stride, const float* q_norm, const float* k_norm,
-                                              float* vectors, float* record, float* cumulative, long long stride, int rows, float scale,
-                                              int has_gate, int has_cumulative) {
+__device__ __forceinline__ void chunk_factors(const Gate* gates, const Beta* betas, const float* q_norm, const float* k_norm, float* vectors, float* record,
+                                              float* cumulative, long long stride, int rows, float scale, int has_cumulative) {
   const int lane = threadIdx.x & 31;
-  const float2 gate = two_tokens(g, g_stride, has_gate ? rows : 0), b = two_tokens(beta, beta_stride, rows);
+  const float2 gate = make_float2(float(gates[0]), float(gates[1])), b = make_float2(float(betas[0]), float(betas[1]));
   // A difference of sums with an infinity in them is not a number; 2^-126 is as good as a full reset.
   const float x = fmaxf(gate.x * kLog2e, -126.f), y = x + fmaxf(gate.y * kLog2e, -126.f);
   float sum = y;
@@ -71,11 +102,10 @@ __device__ __forceinline__ void chunk_factors(const Gate* g, long long g_stride,
   const auto put = [&](float* at, float u, float w) { *reinterpret_cast<float2*>(at + 2 * lane) = make_float2(u, w); };
   put(record, c0 + lq.x, c1 + lq.y);
   put(record + 64, c0 - lk.x, c1 - lk.y);
-  put(record + 128, b.x, b.y);
-  put(record + 192, b.x * e0 * rk.x, b.y * e1 * rk.y);
-  put(record + 256, scale * e0 * rq.x, scale * e1 * rq.y);
-  put(record + 320, ex2(total - c0) * rk.x, ex2(total - c1) * rk.y);
-  if (lane == 0) put(record + 384, ex2(total), total);
+  put(record + 128, e0 * rk.x, e1 * rk.y);
+  put(record + 192, scale * e0 * rq.x, scale * e1 * rq.y);
+  put(record + 256, ex2(total - c0) * rk.x, ex2(total - c1) * rk.y);
+  if (lane == 0) put(record + 320, ex2(total), total);
   put(vectors + kRowLog, c0 + lk.x, c1 + lk.y);
   put(vectors + kColLog, c0 - lk.x, c1 - lk.y);
   put(vectors + kBeta, b.x, b.y);
@@ -192,8 +222,9 @@ __device__ __forceinline__ void invert_diagonal(float* factor) {
   }
 }
 
-// Block column c of the inverse, X[i] = -X[i,i] * sum over k < i of M[i,k] X[k], to `tile`, swizzled, zeros above the diagonal.
-template <typename Element, int c> __device__ __forceinline__ void invert_column(const float* factor, void* tile) {
+// Block column c of the inverse, X[i] = -X[i,i] * sum over k < i of M[i,k] X[k], times beta of its columns, to `tile`, swizzled, zeros above
+// the diagonal.
+template <typename Element, int c> __device__ __forceinline__ void invert_column(const float* factor, const float* beta, void* tile) {
   const int lane = threadIdx.x & 31;
   float x[4][8];
 #pragma unroll
@@ -222,12 +253,14 @@ template <typename Element, int c> __device__ __forceinline__ void invert_column
     }
   }
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+  const float beta0 = beta ? beta[16 * c + (lane >> 2)] : 1.f, beta1 = beta ? beta[16 * c + (lane >> 2) + 8] : 1.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     unsigned p[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      Element pair[2] = {Element(x[i][2 * e]), Element(x[i][2 * e + 1])};
+      const float b = e & 1 ? beta1 : beta0;
+      Element pair[2] = {Element(x[i][2 * e] * b), Element(x[i][2 * e + 1] * b)};
       p[e] = *reinterpret_cast<const unsigned*>(pair);
     }
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(transposed_address(base, i, c)),
@@ -235,22 +268,24 @@ template <typename Element, int c> __device__ __forceinline__ void invert_column
   }
 }
 
-// (I + M)^-1 of one or two heads into consecutive tiles. Warps share the columns of two heads evenly, long with short.
-template <typename Element> __device__ __forceinline__ void gated_inverse(const float* product, const float* vectors, float* factor, void* tiles, int heads) {
+// (I + M)^-1, with has_beta times diag(beta), of one or two heads into consecutive tiles. Warps share the columns of two heads evenly, long with short.
+template <typename Element> __device__ __forceinline__ void gated_inverse(const float* product, const float* vectors, float* factor, void* tiles, int heads, int has_beta) {
 #pragma unroll 1
   for (int e = 0; e < heads; ++e) gated_factor(product, vectors + e * kVectors, factor + e * kFactor);
   __syncwarp();
   invert_diagonal(factor);
+  if (warp_of_group() == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the tiles before these are on their way
   __syncthreads();
 #pragma unroll 1
   for (int e = 0; e < heads; ++e) {
     const float* of_head = factor + e * kFactor;
+    const float* beta = has_beta ? vectors + e * kVectors + kBeta : nullptr;
     void* tile = static_cast<char*>(tiles) + e * 8192;
     switch (e == 0 ? warp_of_group() : 3 - warp_of_group()) {
-      case 0: invert_column<Element, 0>(of_head, tile); break;
-      case 1: invert_column<Element, 1>(of_head, tile); break;
-      case 2: invert_column<Element, 2>(of_head, tile); break;
-      default: invert_column<Element, 3>(of_head, tile);
+      case 0: invert_column<Element, 0>(of_head, beta, tile); break;
+      case 1: invert_column<Element, 1>(of_head, beta, tile); break;
+      case 2: invert_column<Element, 2>(of_head, beta, tile); break;
+      default: invert_column<Element, 3>(of_head, beta, tile);
     }
   }
 }

@@ -1,6 +1,6 @@
 """What a segment of a sequence does to the state that enters it, S -> M S + N, so that segments can run side by side.
 
-    X = K S      U = A (beta V - beta decay X)      S <- decay_C S + (decay_C / decay K)^T U
+    X = K S      U = A (V - decay X)      S <- decay_C S + (decay_C / decay K)^T U
     N: from S = 0 (the first segment: from the initial state);   M: from S = 1 with V = 0
 
 Shapes  k [T, hk, 128], v [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records of the inverse kernel; initial_state [N, hv, K, V]
@@ -20,10 +20,9 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from flashqla.ops.kernels.common import (
-    BETA,
-    BETA_DECAY,
     CHUNK,
     CHUNK_DECAY,
+    DECAY,
     FORGOTTEN,
     HEAD_DIM,
     HOPPER,
@@ -59,8 +58,7 @@ def build_summary(dtype: str, state_dtype: str):
         X = T.alloc_fragment((TILE, CHUNK), "float32")
         V = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
-        beta = T.alloc_fragment((CHUNK,), "float32")
-        beta_decay = T.alloc_fragment((CHUNK,), "float32")
+        decay = T.alloc_fragment((CHUNK,), "float32")
         key_decay = T.alloc_fragment((CHUNK,), "float32")
         T.clear(S)
         if x.is_transition:
@@ -78,10 +76,9 @@ def build_summary(dtype: str, state_dtype: str):
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             T.call_extern("handle", "flashqla::load_transposed", V.data, T.address_of(x.v_smem[s, 0, 0]))
             T.wait_wgmma(0)
-            T.copy(x.record_smem[s, BETA, :], beta)
-            T.copy(x.record_smem[s, BETA_DECAY, :], beta_decay)
+            T.copy(x.record_smem[s, DECAY, :], decay)
             for v, t in T.Parallel(TILE, CHUNK):
-                W[v, t] = V[v, t] * beta[t] - X[v, t] * beta_decay[t]
+                W[v, t] = V[v, t] - X[v, t] * decay[t]
             T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             for v, k in T.Parallel(TILE, HEAD_DIM):
                 S[v, k] = S[v, k] * x.record_smem[s, CHUNK_DECAY, 0]

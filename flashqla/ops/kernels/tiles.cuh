@@ -46,7 +46,8 @@ template <typename Element> __device__ __forceinline__ void store_tile(void* til
 // state[k, v] = fragment[v, k], 64 of v and 128 of k, with any strides. One running address: were each computed from its indices, the
 // compiler would keep many of them in registers throughout the loop over chunks, and spill others.
 template <typename Element> __device__ __forceinline__ void store_state(Element* state, long long k_stride, long long v_stride, const Element* fragment) {
-  const int lane = threadIdx.x & 31;
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // volatile, or what follows from it waits in registers from chunk to chunk
   Element* at = state + 2 * (lane & 3) * k_stride + (16 * warp_of_group() + (lane >> 2)) * v_stride;
 #pragma unroll
   for (int j = 0; j < 16; ++j, at += 8 * k_stride)
