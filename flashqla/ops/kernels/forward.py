@@ -48,7 +48,7 @@ from flashqla.ops.kernels.common import (
 STAGES = 3  # of what is loaded; with two, loads are late, four do not fit
 OUT_STAGES = 2  # of what is made
 # Registers a thread of STATE, SCORE and the rest, by number of state warpgroups. In all 65536: two state warpgroups leave little to the others.
-REGISTERS = {1: (232, 152, 40), 2: (192, 88, 40)}
+REGISTERS = {1: (232, 152, 40), 2: (192, 96, 32)}
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -68,10 +68,6 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
     )
     q0, q1, k0, k1, v0, v1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1"))
     i0, i1, i2, i3, f0, f1, f2, f3, h0, h1, h2, h3, s0, s1, s2, s3 = (T.dynamic(f"{x}{d}") for x in "ifhs" for d in range(4))
-
-    @T.macro
-    def wait_ready(x, i):
-        T.barrier_wait(x.in_ready[i % STAGES], (i // STAGES) & 1)
 
     @T.macro
     def release_p(x, i):
@@ -110,56 +106,61 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 )
 
     @T.macro
-    def prediction_error(W, V, X, i, x):
+    def load_factor(factor, row, s, x):
+        T.copy(x.record_smem[s, row, :], factor)
+
+    @T.macro
+    def prediction_error(W, V, X, decay):
         """W = V - decay X, X = K S."""
-        decay = T.alloc_fragment((CHUNK,), "float32")
-        T.copy(x.record_smem[i % STAGES, DECAY, :], decay)
         for v, t in T.Parallel(TILE, CHUNK):
             W[v, t] = V[v, t] - X[v, t] * decay[t]
 
     @T.macro
-    def scale_columns(to, tokens_of, row, i, x):
-        factor = T.alloc_fragment((CHUNK,), "float32")
-        T.copy(x.record_smem[i % STAGES, row, :], factor)
+    def scale_columns(to, tokens_of, factor):
         for v, t in T.Parallel(TILE, CHUNK):
             to[v, t] = tokens_of[v, t] * factor[t]
 
     @T.macro
-    def decay_state(S, i, x):
+    def decay_state(S, s, x):
         for v, k in T.Parallel(TILE, HEAD_DIM):
-            S[v, k] = S[v, k] * x.record_smem[i % STAGES, CHUNK_DECAY, 0]
+            S[v, k] = S[v, k] * x.record_smem[s, CHUNK_DECAY, 0]
 
     @T.macro
-    def load_v(V, i, x, w):
-        T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[i % STAGES, w, 0, 0], "r"))
+    def load_v(V, s, x, w):
+        T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[s, w, 0, 0], "r"))
 
     @T.macro
-    def store_o(O, i, x, w):
+    def put_o(O, i, x, w):
         O_out = T.alloc_fragment((TILE, CHUNK), dtype)
         T.copy(O, O_out)
-        T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.o_smem[i % OUT_STAGES, w, 0, 0]), O_out.data)
+        # Said to be read: a write would make TileLang put a fence before the next product. The one that is needed stands in publish_o.
+        T.call_extern("handle", "flashqla::store_transposed", T.access_ptr(x.o_smem[i % OUT_STAGES, w, 0, 0], "r"), O_out.data)
+
+    @T.macro
+    def publish_o(i, x):
         T.fence_proxy_async()
         T.barrier_arrive(x.o_ready[i % OUT_STAGES])
 
     @T.macro
-    def enter(i, leaving, S, S_in, X, O, V, x, w):
-        """Start chunk i with X = K S; while that runs, finish the output of the chunk before, whose P U is under way when `leaving`.
+    def enter(i, leaving, s, last, turn, S, S_in, X, O, V, x, w):
+        """Start chunk i, in stage s, with X = K S; while that runs, finish the output of the chunk before, in stage `last`, whose P U is under
+        way when `leaving`. `turn`: parity of the times that stage s was filled.
 
         Nothing is under way afterwards. That is where the loop turns: wgmma across its back edge would be serialized.
         """
         if leaving:
             T.wait_wgmma(1)  # the state; P U goes on
         round_state(S, S_in, i, x, w)
-        wait_ready(x, i)
-        T.wgmma_gemm(S_in, x.k_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
+        T.barrier_wait(x.in_ready[s], turn)
+        T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
         if leaving:
-            last = i - 1
-            T.barrier_wait(x.o_free[last % OUT_STAGES], ((last // OUT_STAGES) & 1) ^ 1)
+            T.barrier_wait(x.o_free[(i - 1) % OUT_STAGES], (((i - 1) // OUT_STAGES) & 1) ^ 1)
             T.wait_wgmma(1)  # P U; K S goes on
-            T.barrier_arrive(x.in_free[last % STAGES])
-            release_p(x, last)
-            store_o(O, last, x, w)
-        load_v(V, i, x, w)
+            T.barrier_arrive(x.in_free[last])
+            release_p(x, i - 1)
+            put_o(O, i - 1, x, w)
+            publish_o(i - 1, x)
+        load_v(V, s, x, w)
         T.wait_wgmma(0)
 
     @T.macro
@@ -175,30 +176,44 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         V = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
         U = T.alloc_fragment((TILE, CHUNK), dtype)
+        decay = T.alloc_fragment((CHUNK,), "float32")
+        out_scale = T.alloc_fragment((CHUNK,), "float32")
+        key_decay = T.alloc_fragment((CHUNK,), "float32")
+        s = T.alloc_var("int32")  # a stage, and its parity; the next one
+        turn = T.alloc_var("int32")
+        last = T.alloc_var("int32")
+        s = 0
+        turn = 0
         read_state(S, x, w)
         if x.chunks > 0:
-            enter(0, False, S, S_in, X, O, V, x, w)
+            enter(0, False, s, s, turn, S, S_in, X, O, V, x, w)
             for i in T.unroll(x.chunks, unroll_factor=1):
-                prediction_error(W, V, X, i, x)
-                T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
-                T.wgmma_gemm(S_in, x.q_smem[i % STAGES, :, :], O, transpose_B=True, clear_accum=True)
-                decay_state(S, i, x)
+                load_factor(decay, DECAY, s, x)
+                prediction_error(W, V, X, decay)
+                T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+                T.wgmma_gemm(S_in, x.q_smem[s, :, :], O, transpose_B=True, clear_accum=True)
+                load_factor(key_decay, KEY_DECAY, s, x)
+                decay_state(S, s, x)
                 T.wait_wgmma(1)  # U; Q S goes on
                 T.copy(X, U)
-                scale_columns(W, X, KEY_DECAY, i, x)
-                T.wgmma_gemm(W, x.k_smem[i % STAGES, :, :], S)
+                scale_columns(W, X, key_decay)
+                T.wgmma_gemm(W, x.k_smem[s, :, :], S)
+                load_factor(out_scale, OUT_SCALE, s, x)
                 T.barrier_wait(x.p_ready[i % OUT_STAGES], (i // OUT_STAGES) & 1)
                 T.wait_wgmma(1)  # Q S; the update goes on
-                scale_columns(O, O, OUT_SCALE, i, x)
+                scale_columns(O, O, out_scale)
                 T.wgmma_gemm(U, x.p_smem[i % OUT_STAGES, :, :], O, transpose_B=True)
-                enter(i + 1, True, S, S_in, X, O, V, x, w)
+                last = s
+                s = T.if_then_else(last == STAGES - 1, 0, last + 1)
+                turn = T.if_then_else(last == STAGES - 1, turn ^ 1, turn)
+                enter(i + 1, True, s, last, turn, S, S_in, X, O, V, x, w)
         write_state(S, x, w)
 
     @T.macro
     def state_of_two(x, w):
         """One of two state warpgroups, in 192 registers. While one converts, the other multiplies.
 
-        Whatever can be waited for, read or written beside a product is: barriers beside K S and Q S, the output beside the update.
+        Whatever can be waited for, read or written beside a product is: barriers and the last output beside K S and Q S.
         """
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
@@ -207,60 +222,87 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         V = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
         U = T.alloc_fragment((TILE, CHUNK), dtype)
+        decay = T.alloc_fragment((CHUNK,), "float32")
+        out_scale = T.alloc_fragment((CHUNK,), "float32")
+        key_decay = T.alloc_fragment((CHUNK,), "float32")
+        s = T.alloc_var("int32")  # a stage, and the parity of the times it was filled
+        turn = T.alloc_var("int32")
+        last = T.alloc_var("int32")
+        s = 0
+        turn = 0
         read_state(S, x, w)
         if x.chunks > 0:
-            wait_ready(x, 0)
+            T.barrier_wait(x.in_ready[0], 0)
         for i in T.unroll(x.chunks, unroll_factor=1):
             round_state(S, S_in, i, x, w)
-            T.wgmma_gemm(S_in, x.k_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(S_in, x.q_smem[i % STAGES, :, :], O, transpose_B=True, clear_accum=True)
-            load_v(V, i, x, w)
+            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(S_in, x.q_smem[s, :, :], O, transpose_B=True, clear_accum=True)
+            if i > 0:
+                publish_o(i - 1, x)
+            load_v(V, s, x, w)
             T.barrier_wait(x.p_ready[i % OUT_STAGES], (i // OUT_STAGES) & 1)
             T.barrier_wait(x.o_free[i % OUT_STAGES], ((i // OUT_STAGES) & 1) ^ 1)
             T.wait_wgmma(0)
-            prediction_error(W, V, X, i, x)
-            T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
-            scale_columns(O, O, OUT_SCALE, i, x)
+            load_factor(decay, DECAY, s, x)
+            load_factor(out_scale, OUT_SCALE, s, x)
+            prediction_error(W, V, X, decay)
+            T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            scale_columns(O, O, out_scale)
             T.wgmma_gemm(W, x.p_smem[i % OUT_STAGES, :, :], O, transpose_B=True)
-            decay_state(S, i, x)
+            load_factor(key_decay, KEY_DECAY, s, x)
+            decay_state(S, s, x)
             T.wait_wgmma(1)  # U; Z W goes on
-            scale_columns(U, X, KEY_DECAY, i, x)
-            T.wgmma_gemm(U, x.k_smem[i % STAGES, :, :], S)
+            scale_columns(U, X, key_decay)
+            T.wgmma_gemm(U, x.k_smem[s, :, :], S)
+            last = s
+            s = T.if_then_else(last == STAGES - 1, 0, last + 1)
+            turn = T.if_then_else(last == STAGES - 1, turn ^ 1, turn)
             T.wait_wgmma(1)  # Z W; the update goes on
             release_p(x, i)
-            store_o(O, i, x, w)
-            wait_ready(x, i + 1)  # after the last chunk LOAD says so for nothing
+            put_o(O, i, x, w)
+            T.barrier_wait(x.in_ready[s], turn)  # after the last chunk LOAD says so for nothing
             T.wait_wgmma(0)
-            T.barrier_arrive(x.in_free[i % STAGES])
+            T.barrier_arrive(x.in_free[last])
+        if x.chunks > 0:
+            publish_o(x.chunks - 1, x)
         write_state(S, x, w)
 
     @T.macro
     def score(x, scale):
         P = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        R = T.alloc_fragment((CHUNK, CHUNK), "float32")
         P_in = T.alloc_fragment((CHUNK, CHUNK), dtype)
         P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
         row = T.alloc_fragment((CHUNK,), "float32")
         col = T.alloc_fragment((CHUNK,), "float32")
+        s = T.alloc_var("int32")
+        turn = T.alloc_var("int32")
+        s = 0
+        turn = 0
         for i in T.unroll(x.chunks, unroll_factor=1):
-            s = i % STAGES
-            wait_ready(x, i)
+            T.barrier_wait(x.in_ready[s], turn)
             T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
-            T.copy(x.record_smem[s, ROW_LOG, :], row)
-            T.copy(x.record_smem[s, COL_LOG, :], col)
+            load_factor(row, ROW_LOG, s, x)
+            load_factor(col, COL_LOG, s, x)
+            for t, u in T.Parallel(CHUNK, CHUNK):  # above the diagonal the exponential may overflow
+                R[t, u] = T.if_then_else(u <= t, T.exp2(row[t] - col[u]), 0.0) * scale
             T.wait_wgmma(0)
-            # Above the diagonal the exponential may overflow: a choice, not a product with 0.
-            for t, u in T.Parallel(CHUNK, CHUNK):
-                P[t, u] = T.if_then_else(u <= t, P[t, u] * T.exp2(row[t] - col[u]), 0.0) * scale
             if groups == 2:
-                T.copy(P, P_in)
+                for t, u in T.Parallel(CHUNK, CHUNK):
+                    P_in[t, u] = P[t, u] * R[t, u]
                 T.wgmma_gemm(P_in, x.a_smem[s, :, :], P, clear_accum=True)
                 T.wait_wgmma(0)
+                T.copy(P, P_out)
+            else:
+                for t, u in T.Parallel(CHUNK, CHUNK):
+                    P_out[t, u] = P[t, u] * R[t, u]
             T.barrier_arrive(x.in_free[s])
             T.barrier_wait(x.p_free[i % OUT_STAGES], ((i // OUT_STAGES) & 1) ^ 1)
-            T.copy(P, P_out)
             T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % OUT_STAGES, 0, 0]), P_out.data)
             T.fence_proxy_async()
             T.barrier_arrive(x.p_ready[i % OUT_STAGES])
+            turn = T.if_then_else(s == STAGES - 1, turn ^ 1, turn)
+            s = T.if_then_else(s == STAGES - 1, 0, s + 1)
 
     @T.macro
     def load_chunk(i, x, ready, stage):
