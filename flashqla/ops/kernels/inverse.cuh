@@ -6,7 +6,6 @@ constexpr int kRow = 24, kBlock = 16 * kRow, kFactor = 10 * kBlock;
 __device__ __forceinline__ int block_at(int i, int j) { return (i * (i + 1) / 2 + j) * kBlock; }
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
-__device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // The tensor cores cut TF32 operands off after 10 bits. Adding half of the last one first rounds to nearest (cvt.rna.tf32 takes four
 // instructions); `tf32` also cuts off itself, for values that are used elsewhere too.
 __device__ __forceinline__ float operand(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000u); }
