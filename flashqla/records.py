@@ -93,10 +93,13 @@ class Record(_Model):
     errors: dict[str, TensorErrors] = {}  # per output: "o", "final_state"
     bound: Finite = None  # allowed relative L2 error
     passed: bool | None = None  # errors within the bound
-    deterministic: bool | None = None  # bitwise equal from run to run
+    runs: int | None = None  # calls of the backend that were compared bit by bit
+    deterministic: bool | None = None  # these were equal
     kernels: list[str] = []  # names of the kernels that ran, or of the implementation
     compile_s: float | None = None
-    clocks: Clocks | None = None
+    clocks: Clocks | None = None  # read right behind the samples, while the device ran this backend's call
+    # Device memory that a call allocates at its peak, above its inputs, as PyTorch's allocator counts it.
+    peak_bytes: Annotated[int, Field(ge=0)] | None = None
     seed: int
     session: AwareDatetime | None = None  # start of the run that measured it, where that was resumed by this one
 

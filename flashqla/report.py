@@ -155,7 +155,9 @@ def _section(run: Run, drawn: Mapping[str, str]) -> Section:
 
 
 def _page(run: Run) -> Page:
-    return page(run) if run.kind.startswith("verify") else bench_page(run, roofline=True)
+    if run.kind.startswith("verify"):
+        return page(run)
+    return bench_page(run, roofline=True, memory=any(record.peak_bytes is not None for record in run.records))
 
 
 def _title(run: Run) -> str:
@@ -215,7 +217,7 @@ def _troubles(run: Run) -> list[Trouble]:
 
 
 def _complaints(record: Record) -> list[str]:
-    throttle = record.clocks.throttle if record.clocks else []
+    throttle = (record.clocks.throttle if record.clocks else None) or []
     return [
         *[record.status] * (record.status != "ok"),
         *["wrong result"] * (record.status == "ok" and record.passed is False),

@@ -42,7 +42,8 @@ class Job:
     backends: tuple[Backend, ...]
     device: str
     seed: int
-    config: measure.Config
+    config: measure.Config  # of bench
+    runs: int  # of verify: calls that must give the same bits
     compile_ahead: bool
 
 
@@ -62,10 +63,12 @@ class Row:
     problems: list[str] = field(default_factory=list)
     bound: float | None = None
     passed: bool | None = None
+    runs: int | None = None
     deterministic: bool | None = None
     kernels: list[str] = field(default_factory=list)
     compile_s: float | None = None
     clocks: Clocks | None = None
+    peak_bytes: int | None = None
     broke_gpu: bool = False  # its error may have come from the device, and ended the CUDA context for all
 
     def able(self) -> bool:
@@ -91,16 +94,19 @@ class Row:
             watch.running(None, self.case.id)
         return call
 
-    def compare(self, call: Call, right: accuracy.Truth, inputs: Inputs, before: Mapping[str, torch.Tensor]) -> None:
-        """Run twice on poisoned memory, and note errors and broken promises."""
+    def compare(
+        self, call: Call, right: accuracy.Truth, inputs: Inputs, before: Mapping[str, torch.Tensor], runs: int
+    ) -> None:
+        """Run on poisoned memory, `runs` times, and note errors and broken promises."""
         if inputs.v.is_cuda:
             _poison()
         first = accuracy.snapshot(call())
-        self.deterministic = accuracy.same(first, call())
+        other = next((number for number in range(2, runs + 1) if not accuracy.same(first, call())), None)
+        self.runs, self.deterministic = other or runs, other is None
         self.errors = accuracy.errors(first, right.outputs, self.case.tokens)
         self.problems = accuracy.contract(first, inputs) if self.backend.contract else []
-        if not self.deterministic:
-            self.problems.append("two runs differ")
+        if other:
+            self.problems.append(f"run {other} differs from the first")
         tensors = inputs.tensors()
         if not accuracy.same(before, tensors):
             self.problems.append("it changed its inputs")
@@ -139,10 +145,12 @@ class Row:
             errors=self.errors,
             bound=self.bound,
             passed=self.passed,
+            runs=self.runs,
             deterministic=self.deterministic,
             kernels=list(dict.fromkeys(self.kernels)),
             compile_s=self.compile_s,
             clocks=self.clocks,
+            peak_bytes=self.peak_bytes,
         )
 
 
@@ -224,12 +232,12 @@ def _bench_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Reco
     right = accuracy.quick_truth(inputs, heads) if calls else {}
     unstable = accuracy.instability(inputs)
     changed = None if accuracy.same(before, inputs.tensors()) else "a backend of this row changed the inputs"
-    for name, reading in readings.by_name.items():
+    for name, reading in readings.items():
         row = rows[name]
         if reading.error is not None:
             row.fail(reading.error)
             continue
-        row.timing, row.clocks = reading.timing, readings.clocks
+        row.timing, row.clocks, row.peak_bytes = reading.timing, reading.clocks, reading.peak_bytes
         row.kernels += reading.kernels
         row.note(reading.note)
         row.note(unstable)
@@ -254,7 +262,7 @@ def _verify_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Rec
             elif call := row.prepare(inputs, watch):
                 try:
                     watch.running(name)
-                    row.compare(call, right, inputs, before)
+                    row.compare(call, right, inputs, before, job.runs)
                 except Exception as error:  # any backend's failure is a row, not the end of the run
                     row.fail(error)
         watch.running(None)

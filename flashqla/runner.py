@@ -62,7 +62,7 @@ def bench(
     timeout_s      cases run in another process, where each may run for so long, and each backend compile; None: here
     tell           is called with what is being done, and whether that is compiling
     """
-    job = Job("bench", tuple(cases), tuple(backends), device, seed, config or measure.Config(), compile_ahead)
+    job = Job("bench", tuple(cases), tuple(backends), device, seed, config or measure.Config(), 1, compile_ahead)
     _sweep(job, sink, kept, timeout_s, tell)
 
 
@@ -73,6 +73,7 @@ def verify(
     sink: Sink,
     *,
     seed: int = 0,
+    runs: int = 2,
     compile_ahead: bool = True,
     kept: Sequence[Record] = (),
     timeout_s: float | None = None,
@@ -81,10 +82,10 @@ def verify(
     """Compare every backend on every case with the float64 truth, and check what it promises besides values.
 
     Backends that are `exact` must equal the token recurrence to rounding. Others are allowed what `accuracy.bounds`
-    says, ours in view of the peers that ran. Besides: inputs are left as they were, a second run gives the same bits,
+    says, ours in view of the peers that ran. Besides: inputs are left as they were, `runs` calls give the same bits,
     and backends under our contract keep its dtypes and give zeros past the last offset. For the options see `bench`.
     """
-    job = Job("verify", tuple(cases), tuple(backends), device, seed, measure.Config(), compile_ahead)
+    job = Job("verify", tuple(cases), tuple(backends), device, seed, measure.Config(), runs, compile_ahead)
     _sweep(job, sink, kept, timeout_s, tell)
 
 

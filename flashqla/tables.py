@@ -89,9 +89,14 @@ def _flat(content: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
             yield prefix + name, "; ".join(map(str, value)) if isinstance(value, list) else value
 
 
-def page(run: Run) -> Page:
-    """The table of a run, whatever its command was."""
-    return verify_page(run) if run.kind.startswith("verify") else bench_page(run)
+def page(run: Run, *, roofline: bool = False, memory: bool = False) -> Page:
+    """The table of a run, whatever its command was. Raises ArgumentError for columns that a verify run has not."""
+    if not run.kind.startswith("verify"):
+        return bench_page(run, roofline=roofline, memory=memory)
+    if roofline or memory:
+        given = " ".join(["--roofline"] * roofline + ["--memory"] * memory)
+        raise ArgumentError("a verify run has no such columns", given=given, supported="runs of flashqla bench")
+    return verify_page(run)
 
 
 def bench_text(run: Run) -> str:
@@ -104,11 +109,12 @@ def verify_text(run: Run) -> str:
     return text(verify_page(run))
 
 
-def bench_page(run: Run, *, roofline: bool = False) -> Page:
+def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Page:
     """Table of a bench run: a block per model, a row per layout, and how many times faster than each peer we are.
 
     Columns: time per backend in ms (ours first), on a GPU our call time from the host in ms, ratios peer / ours. With
-    `roofline` also the least time, and our TFLOP/s, GB/s and percent of the floor.
+    `roofline` also the least time, and our TFLOP/s, GB/s and percent of the floor; with `memory` also the peak memory
+    of every backend.
     """
     backends = columns(run)
     ours, peers = backends[0], backends[1:]
@@ -126,6 +132,8 @@ def bench_page(run: Run, *, roofline: bool = False) -> Page:
         ]
         if roofline:
             head = [[*head[0], "floor", "TFLOP/s", "GB/s", "of floor"], [*head[1], "ms", ours, ours, ours]]
+        if memory:
+            head = [[*head[0], *("peak MiB" for _ in backends)], [*head[1], *backends]]
         cells = []
         for row, ratio in zip(rows, block, strict=True):
             times = [_time(row.get(name), notes) for name in backends]
@@ -133,9 +141,10 @@ def bench_page(run: Run, *, roofline: bool = False) -> Page:
             call = _ms(timing.call_ms if timing else None)
             cells.append([label(row), *times, *[call] * eager, *(_ratio(ratio.get(name)) for name in peers)])
             cells[-1] += _roof(row.get(ours), run.environment.gpu) if roofline else []
+            cells[-1] += [_mib(row.get(name)) for name in backends] if memory else []
         if peers:
             cells.append(["geometric mean", *[""] * (len(backends) + eager), *_means(block, peers)])
-            cells[-1] += [""] * (4 * roofline)
+            cells[-1] += [""] * (4 * roofline + len(backends) * memory)
         tables.append(Table(head, cells, title))
     if peers:
         least = [_ratio(min((row[name] for row in ratios if name in row), default=None)) for name in peers]
@@ -147,9 +156,11 @@ def bench_page(run: Run, *, roofline: bool = False) -> Page:
         "ms: median time of the op alone.",
         *[f"call ms: median time of {ours} called from Python and waited for."] * eager,
         *[f"faster than: time of the other / time of {ours}; above 1.00x {ours} is the faster one."] * bool(peers),
-        "n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled.",
+        f"n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled{_throttle(run)}.",
         "Means leave out rows without a ratio.",
         *[_roof_legend(run.environment.gpu)] * roofline,
+        *["peak MiB: device memory that a call allocates at its peak, outputs included and inputs not; - on a CPU."]
+        * memory,
     ]
     return Page(_title(run), facts(run), tables, [*legend, *_kernels(run), *notes.lines()])
 
@@ -175,6 +186,9 @@ def verify_page(run: Run) -> Page:
         f"Relative L2 error against the float64 recurrence: {' / '.join(outputs) or 'none'}. !: above the bound.",
         "n/a: not run, see the note. A peer that is off says nothing about the others: the yardstick is float64.",
     ]
+    runs = sorted({record.runs for record in run.records if record.runs and record.deterministic})
+    if runs:
+        legend += [f"Each result was made {_range(runs)} times, with the same bits unless its verdict says otherwise."]
     summary = [_summary(run, name) for name in backends]
     return Page(_title(run), facts(run), [Table([head], cells)], [*legend, *_kernels(run), *notes.lines()], summary)
 
@@ -335,6 +349,18 @@ def _ms(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}" if value < 10 else f"{value:.2f}"
+
+
+def _mib(record: Record | None) -> str:
+    if record is None or record.peak_bytes is None:
+        return "-"
+    return f"{record.peak_bytes / 2**20:.1f}"
+
+
+def _throttle(run: Run) -> str:
+    """What throttled any row of the run."""
+    reasons = {reason for record in run.records if record.clocks for reason in record.clocks.throttle or ()}
+    return f" ({', '.join(sorted(reasons))})" if reasons else ""
 
 
 def _ratio(value: float | None) -> str:

@@ -38,9 +38,8 @@ def fwd(
     seed: options.SeedOption = 0,
     json: options.JsonOption = None,
     out: options.OutOption = None,
-    roofline: Annotated[
-        bool, typer.Option("--roofline", help="Add TFLOP/s, GB/s and percent of the least possible time.")
-    ] = False,
+    roofline: options.RooflineOption = False,
+    memory: options.MemoryOption = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="No CPU path; a row of any backend that is not ok is an error.")
     ] = False,
@@ -84,7 +83,7 @@ def fwd(
             "repeats": repeats,
             "l2": l2.value,
         },
-        render=lambda run: text(bench_page(run, roofline=roofline)),
+        render=lambda run: text(bench_page(run, roofline=roofline, memory=memory)),
         json=json,
         out=out,
         resume=resume,

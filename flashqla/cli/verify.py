@@ -1,12 +1,15 @@
 """`flashqla verify`: outputs against the float64 recurrence."""
 
 from functools import partial
+from typing import Annotated
+
+import typer
 
 from flashqla.cli import options
 
 EXAMPLES = """\b
 Examples:
-  flashqla verify --suite smoke
+  flashqla verify --suite smoke --repeats 10
   flashqla verify --suite hard -k "1x64/*" --json -
 """
 DEFAULT_SUITES = {"cuda": ["smoke", "hard"], "cpu": ["smoke", "cpu_hard"]}
@@ -19,6 +22,10 @@ def verify(
     pattern: options.PatternOption = None,
     backend: options.BackendOption = None,
     device: options.DeviceOption = None,
+    repeats: Annotated[
+        int,
+        typer.Option("--repeats", min=2, metavar="N", help="Calls per row and backend that must give the same bits."),
+    ] = 2,
     seed: options.SeedOption = 0,
     json: options.JsonOption = None,
     resume: options.ResumeOption = None,
@@ -49,9 +56,14 @@ def verify(
     timeout_s = None if in_process else timeout
     session.run(
         "verify-fwd",
-        partial(runner.verify, wanted, chosen, where, seed=seed, timeout_s=timeout_s),
+        partial(runner.verify, wanted, chosen, where, seed=seed, runs=repeats, timeout_s=timeout_s),
         rows=[(case.id, name) for case in wanted for name in dict.fromkeys(names)],
-        settings={"suite": options.named(suites, cases, captured), "device": where, "seed": seed},
+        settings={
+            "suite": options.named(suites, cases, captured),
+            "device": where,
+            "seed": seed,
+            "repeats": repeats,
+        },
         render=verify_text,
         json=json,
         resume=resume,

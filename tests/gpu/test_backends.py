@@ -52,7 +52,7 @@ def test_a_graph_holds_the_call(name: str, l2: measure.L2) -> None:
     with torch.no_grad():
         call = backend.prepare(drawn, "fwd")
         readings = measure.interleaved({name: call}, Config(repeats=6, l2=l2), "cuda")
-        reading = readings.by_name[name]
+        reading = readings[name]
         assert reading.error is None
         assert reading.timing
         assert (reading.timing.clock, reading.timing.l2, reading.note) == ("graph", l2, None)
@@ -74,16 +74,38 @@ def test_a_call_that_synchronises_is_timed_with_events() -> None:
     def call() -> float:
         return x.sum().item()
 
-    reading = measure.interleaved({"sync": call}, Config(repeats=6), "cuda").by_name["sync"]
+    reading = measure.interleaved({"sync": call}, Config(repeats=6), "cuda")["sync"]
     assert reading.timing
     assert reading.timing.clock == "events"
     assert reading.note.startswith("no CUDA graph: ")
     assert reading.outputs == 2**20
     # The device still works, and so does the next capture.
-    after = measure.interleaved({"sum": lambda: x.sum()}, Config(repeats=6), "cuda").by_name["sum"]
+    after = measure.interleaved({"sum": lambda: x.sum()}, Config(repeats=6), "cuda")["sum"]
     assert after.timing
     assert after.timing.clock == "graph"
     assert len(after.kernels) >= 1
+
+
+def test_peak_memory_is_that_of_the_call() -> None:
+    x, kept = torch.ones(2**20, device="cuda"), torch.empty(2**20, device="cuda")
+    calls = {
+        "scratch and output": lambda: {"o": (x * 2) + 1},
+        "output in memory of its own": lambda: {"o": torch.mul(x, 2, out=kept)},
+        "nothing": lambda: {"o": x},
+    }
+    readings = measure.interleaved(calls, Config(repeats=3), "cuda")
+    assert [readings[name].peak_bytes for name in calls] == [2 * 2**22, 2**22, 2**22]
+
+
+def test_clocks_are_read_for_every_call() -> None:
+    x = torch.ones(2**24, device="cuda")
+    calls = {"sum": lambda: x.sum(), "slow sum": lambda: [x.sum() for _ in range(99)][-1], "sync": lambda: x[0].item()}
+    for reading in measure.interleaved(calls, Config(repeats=3), "cuda").values():
+        assert reading.clocks
+        assert reading.clocks.sm_mhz > 0
+        assert 0 < reading.clocks.temperature_c < 120
+        assert reading.clocks.power_w > 0
+        assert reading.clocks.throttle is not None
 
 
 def test_a_row_of_bench_and_of_verify() -> None:
@@ -101,5 +123,8 @@ def test_a_row_of_bench_and_of_verify() -> None:
     timed = [record for record in records if record.timing]
     assert timed
     assert all(record.timing.clock == "graph" for record in timed)
-    assert records[0].clocks
-    assert records[0].clocks.sm_mhz > 0
+    for record in timed:
+        assert record.clocks
+        assert record.clocks.sm_mhz > 0
+        assert record.peak_bytes >= case.tokens * case.hv * 128 * 2  # o alone
+    assert all(record.runs == 2 for record in records if record.command == "verify" and record.status == "ok")

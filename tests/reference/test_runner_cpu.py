@@ -120,7 +120,25 @@ def test_broken_promises_fail_under_our_contract_only() -> None:
 def test_a_backend_that_differs_from_run_to_run_fails() -> None:
     runs = iter(range(9))
     record = verified(lambda inputs, outputs: outputs["o"].mul_(1 + next(runs) / 128))
-    assert (record.passed, record.deterministic, record.reason) == (False, False, "two runs differ")
+    assert (record.passed, record.deterministic, record.runs) == (False, False, 2)
+    assert record.reason == "run 2 differs from the first"
+
+
+def test_every_run_asked_for_must_give_the_same_bits() -> None:
+    calls: list[int] = []
+
+    def change_the_fifth(inputs: Inputs, outputs: Outputs) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            outputs["final_state"][0, 0, 0, 0] += 1e-6
+
+    records: list[Record] = []
+    for runs, deterministic, compared in ((4, True, 4), (7, False, 5)):
+        calls.clear()
+        runner.verify([CASE], [Changed(change_the_fifth)], "cpu", records.append, runs=runs)  # type: ignore[list-item]
+        assert (records[-1].deterministic, records[-1].runs) == (deterministic, compared)
+        assert len(calls) == compared
+    assert records[-1].reason == "run 5 differs from the first"
 
 
 def test_changed_inputs_fail_and_are_restored_for_the_next_backend() -> None:
@@ -201,6 +219,7 @@ def test_bench_times_and_checks() -> None:
             assert record.timing.clock == "wall"
             assert 0 < record.timing.gpu_ms < 1000 * 60
             assert record.compile_s > 0
+            assert record.clocks is record.peak_bytes is record.runs is None  # a CPU has none to tell
             assert record.kernels
         assert (gone.status, gone.reason, gone.hint, gone.timing) == (
             "missing",

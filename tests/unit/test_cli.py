@@ -135,6 +135,7 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         (["nothing"], 2, "No such command"),
         (["verify", "--bogus"], 2, "--bogus"),
         (["bench", "fwd", "--repeats", "0"], 2, "--repeats"),
+        (["verify", "--repeats", "1"], 2, "--repeats"),
         (["bench", "fwd", "--l2", "hot"], 2, "hot"),
         (["bench", "fwd", "--heads", "2"], 2, "error: --heads takes two numbers"),
         (["cases", "--suite", "no"], 2, "error: unknown suite"),
@@ -248,6 +249,7 @@ def test_verify_prints_the_table_on_stdout_and_nothing_else(layers: Layers, capf
     assert "compiling" not in result.stdout
     assert "what follows is PyTorch on the CPU" in result.stderr
     assert layers.asked["seed"] == 7
+    assert layers.asked["runs"] == 2
     assert layers.asked["exact"]
     assert layers.asked["cases"] == suite("smoke")
     streams = capfd.readouterr()  # the descriptors, which the runner does not catch
@@ -305,6 +307,21 @@ def test_bench_options_reach_the_runner(layers: Layers, timed: Make, tmp_path: P
     assert run.settings == {"suite": "qwen", "device": "cpu", "seed": 0, "repeats": 3, "l2": "warm"}
     assert result.stdout == out.read_text() == bench_text(run)
     assert "3.00x" in result.stdout
+
+
+def test_verify_repeats_reach_the_runner(layers: Layers, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    assert invoke("verify", "--suite", "smoke", "--repeats", "100", "--json", str(path)).exit_code == 0
+    assert layers.asked["runs"] == 100
+    assert read(path).settings == {"suite": "smoke", "device": "cpu", "seed": 0, "repeats": 100}
+
+
+def test_bench_shows_memory_when_asked(layers: Layers, timed: Make) -> None:
+    layers.answer = lambda case, backend: timed(case, backend, 1.0, peak_bytes=3 * 2**20)
+    few = ("bench", "fwd", "--suite", "cpu", "--lens", "1x512", "--heads", "2,8")
+    assert "peak MiB" not in invoke(*few).stdout
+    line = next(line for line in invoke(*few, "--memory").stdout.splitlines() if "1x512" in line)
+    assert line.split()[-2:] == ["3.0", "3.0"]
 
 
 def test_json_to_stdout_is_json_alone(layers: Layers, tmp_path: Path) -> None:

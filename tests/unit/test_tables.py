@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from flashqla.cases import Case
+from flashqla.errors import ArgumentError
 from flashqla.records import Record, Run, TensorErrors, read, to_json
-from flashqla.tables import bench_text, csv, markdown, page, verify_text
+from flashqla.tables import bench_page, bench_text, csv, markdown, page, text, verify_text
 
 A = Case(2, 8, (32768,), batch=True, model="397B/122B TP8")
 B = Case(2, 8, (28672, 4096), model="397B/122B TP8")
@@ -49,7 +50,7 @@ All rows: flashqla faster than
 ms: median time of the op alone.
 call ms: median time of flashqla called from Python and waited for.
 faster than: time of the other / time of flashqla; above 1.00x flashqla is the faster one.
-n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled.
+n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled (power cap).
 Means leave out rows without a ratio.
 [1] flashinfer: missing, it is not installed, hint: pip install flashinfer
 [2] fla: wrong result
@@ -152,6 +153,41 @@ def test_on_the_cpu_there_is_one_time_per_call(make_run: Callable[..., Run], tim
     text = bench_text(make_run(wall))
     assert "wall clock" in text
     assert "call ms" not in text
+
+
+def test_peak_memory_has_columns_of_its_own(make_run: Callable[..., Run], timed: Make, absent: Make) -> None:
+    run = make_run(
+        timed(A, "flashqla", 0.5, peak_bytes=3 * 2**30),
+        timed(A, "fla", 1.0, peak_bytes=0),
+        timed(B, "flashqla", 0.5, peak_bytes=2**19),
+        absent(B, "fla"),
+    )
+    shown = text(bench_page(run, memory=True))
+    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert lines["layout"][-2:] == ["flashqla", "fla"]
+    assert lines["1x32768"][-2:] == ["3072.0", "0.0"]
+    assert lines["28672+4096"][-2:] == ["0.5", "-"]
+    assert "\npeak MiB: device memory that a call allocates at its peak" in shown
+    both = text(bench_page(run, memory=True, roofline=True))
+    assert next(line for line in both.splitlines() if "1x32768" in line).split()[-3:] == ["9%", "3072.0", "0.0"]
+    assert "MiB" not in bench_text(run)
+    head, *rows = csv_reader(csv(run).splitlines())
+    assert [dict(zip(head, row, strict=True))["peak_bytes"] for row in rows] == [str(3 * 2**30), "0", str(2**19), ""]
+
+
+def test_columns_of_bench_are_refused_for_verify(make_run: Callable[..., Run], verified: Make) -> None:
+    run = make_run(verified(A, "flashqla", 1e-3, 1e-3), kind="verify-fwd")
+    with pytest.raises(ArgumentError, match="a verify run has no such columns"):
+        page(run, memory=True)
+
+
+def test_the_number_of_runs_that_agreed_is_told(make_run: Callable[..., Run], verified: Make) -> None:
+    rows = [verified(A, "flashqla", 1e-3, 1e-3, runs=100, deterministic=True),
+            verified(B, "flashqla", 1e-3, 1e-3, runs=7, deterministic=False)]  # fmt: skip
+    shown = verify_text(make_run(*rows, kind="verify-fwd"))
+    assert "\nEach result was made 100 times, with the same bits unless its verdict says otherwise.\n" in shown
+    assert "not deterministic" in next(line for line in shown.splitlines() if B.id in line)
+    assert "Each result" not in verify_text(make_run(verified(A, "flashqla", 1e-3, 1e-3), kind="verify-fwd"))
 
 
 def test_markdown_has_the_same_cells(bench_run: Run) -> None:
