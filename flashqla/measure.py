@@ -21,7 +21,8 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,7 @@ WARM_REPLAYS = 2
 READING_MS = 2.0  # of work for the device while its clocks are read; NVML answers within a millisecond
 READING_LAUNCHES = 50  # at most
 CALL_REPEATS = 5
+CALL_BUDGET_MS = 1000.0  # no further repeat of a call once they took so long
 FLUSH_BYTES = 256 * 2**20  # at least; 4 times the L2 where that is more
 SPIN_CYCLES_PER_MS = 2_000_000  # H200 at its highest clock, 1980 MHz: waits a little long at lower ones
 
@@ -78,18 +80,40 @@ def interleaved(
     config: Config,
     device: str,
     *,
-    uncapturable: Collection[str] = (),
+    uncapturable: Mapping[str, str] | None = None,
     turn: Turn = lambda name: None,
 ) -> dict[str, Reading]:
     """Time calls that have run at least once before, so that nothing compiles here.
 
-    A call that fails gets a Reading with its error, and the others go on. `uncapturable`: names of calls that copy from
-    the device while they run; those are not put into a graph. `turn` is told, outside of what is timed, which call
-    comes next, or is waited for.
+    A call that fails gets a Reading with its error, and the others go on. `uncapturable`: calls that no graph can hold,
+    and why. `turn` is told, outside of what is timed, which call comes next, or is waited for.
     """
     if torch.device(device).type == "cuda":
-        return _on_gpu(calls, config, torch.device(device), uncapturable, turn)
+        return _on_gpu(calls, config, torch.device(device), uncapturable or {}, turn)
     return _on_cpu(calls, config, turn)
+
+
+@contextmanager
+def side_stream(device: str) -> Iterator[None]:
+    """A stream of its own for what is prepared and measured inside; nothing on the CPU.
+
+    Autograd runs a backward pass on the stream of its forward pass, and the default stream cannot be captured.
+    """
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Device memory that tensors take now; None on the CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def summary(samples: list[float], *, call_ms: float | None, l2: L2, clock: Clock) -> Timing:
@@ -176,7 +200,7 @@ class _Sampler:
 
 
 def _on_gpu(
-    calls: Mapping[str, Call], config: Config, device: torch.device, uncapturable: Collection[str], turn: Turn
+    calls: Mapping[str, Call], config: Config, device: torch.device, uncapturable: Mapping[str, str], turn: Turn
 ) -> dict[str, Reading]:
     errors: dict[str, Exception] = {}
     samplers: dict[str, _Sampler] = {}
@@ -187,7 +211,7 @@ def _on_gpu(
             try:
                 samplers[name] = _sampler(call, cold, capture=config.graph and name not in uncapturable)
                 if name in uncapturable:
-                    samplers[name].note = "it copies from the device while it runs, so no graph holds it"
+                    samplers[name].note = f"no CUDA graph: {uncapturable[name]}"
             except Exception as error:  # any backend's failure is a row, not the end of the run
                 errors[name] = error
         taken: list[tuple[str, Any]] = []
@@ -302,6 +326,8 @@ def _eager_ms(call: Call, cold: bool) -> float:
         call()
         torch.cuda.synchronize()
         taken.append(1000 * (time.perf_counter() - begin))
+        if sum(taken) > CALL_BUDGET_MS:
+            break
     return statistics.median(taken)
 
 
@@ -312,8 +338,10 @@ def _capture(call: Call) -> tuple[Any, Any, tuple[str, ...]]:
     """
     graph = torch.cuda.CUDAGraph()
     graph.enable_debug_mode()  # keeps the graph after capture, so that its kernels can be named
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream = torch.cuda.current_stream()
+    if stream == torch.cuda.default_stream():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
     collecting = gc.isenabled()
     gc.disable()  # collecting another graph during a capture would break the capture
     try:
