@@ -30,6 +30,8 @@ COMMANDS = [
     ["verify"],
     ["bench"],
     ["bench", "fwd"],
+    ["bench", "bwd"],
+    ["bench", "fwd+bwd"],
     ["doctor"],
     ["explain"],
     ["cases"],
@@ -324,6 +326,42 @@ def test_bench_shows_memory_when_asked(layers: Layers, timed: Make) -> None:
     assert line.split()[-2:] == ["3.0", "3.0"]
 
 
+def test_verify_takes_a_direction(layers: Layers, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    for arguments, kind, direction in (
+        ([], "verify-fwd", "fwd"),
+        (["fwd"], "verify-fwd", "fwd"),
+        (["bwd"], "verify-bwd", "bwd"),
+    ):
+        result = invoke("verify", *arguments, "--suite", "smoke", "--json", str(path))
+        assert result.exit_code == 0
+        assert result.stdout.startswith(f"flashqla verify {direction}\n")
+        assert (layers.asked["direction"], layers.asked["cases"]) == (direction, suite("smoke"))
+        assert read(path).kind == kind
+    assert invoke("verify", "--suite", "smoke", "bwd").exit_code == 0
+    assert layers.asked["direction"] == "bwd"
+
+
+@pytest.mark.parametrize("direction", ["bwd", "fwd+bwd"])
+def test_bench_takes_a_direction(
+    layers: Layers, timed: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direction: str
+) -> None:
+    layers.answer = lambda case, backend: timed(case, backend, 1.0, direction=direction)
+    path = tmp_path / "run.json"
+    result = invoke("bench", direction, "--json", str(path))
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"flashqla bench {direction}\n")
+    assert (layers.asked["direction"], layers.asked["cases"]) == (direction, suite("cpu_bwd"))
+    run = read(path)
+    assert run.kind == f"bench-{direction}"
+    assert {record.direction for record in run.records} == {direction}
+    hopper = device.Gpu("NVIDIA H200", (9, 0), 132, 2**37, "feed", "580.1")
+    monkeypatch.setattr(device, "gpu", lambda index=0: hopper)
+    pretend_torch(monkeypatch, cuda=True)
+    invoke("bench", direction)
+    assert (layers.asked["device"], layers.asked["cases"]) == ("cuda", suite("bwd"))
+
+
 def test_json_to_stdout_is_json_alone(layers: Layers, tmp_path: Path) -> None:
     result = invoke("verify", "--suite", "smoke", "--json", "-")
     path = tmp_path / "run.json"
@@ -559,6 +597,15 @@ def test_a_crash_keeps_finished_rows_and_the_older_file(layers: Layers, tmp_path
     assert path.read_text() == "older"
     assert f"hint: rows finished so far are in {path}.jsonl" in result.stderr
     assert len(read(tmp_path / "run.json.jsonl").records) == 3
+
+
+def test_a_backward_pass_has_no_roofline(layers: Layers) -> None:
+    result = invoke("bench", "bwd", "--roofline")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert (
+        "error: the least time of a backward pass is not known\n  given      --roofline, bench bwd\n" in result.stderr
+    )
+    assert "cases" not in layers.asked
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from flashqla.cases import Case, suite
 from flashqla.compare import compare, read_thresholds
 from flashqla.records import read
-from flashqla.tables import bench_text
+from flashqla.tables import bench_text, verify_text
 
 FEW = ("bench", "fwd", "--suite", "cpu", "--lens", "1x512", "--repeats", "5")
 
@@ -42,6 +42,42 @@ def test_verify_proves_the_smoke_suite(tmp_path: Path) -> None:
     assert "what follows is PyTorch on the CPU" in done.stderr
 
 
+def test_verify_proves_gradients_of_the_smoke_suite(tmp_path: Path) -> None:
+    done = flashqla("verify", "bwd", "--suite", "smoke", "--json", "run.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = read(tmp_path / "run.json")
+    assert run.kind == "verify-bwd"
+    assert verify_text(run) == done.stdout
+    ours = [record for record in run.records if record.backend == "flashqla"]
+    assert [record.case_id for record in ours] == [case.id for case in suite("smoke")]
+    for record in ours:
+        assert (record.status, record.passed, record.deterministic) == ("ok", True, True)
+        assert {*record.errors} >= {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias"}
+        assert sum(error.nan + error.inf for error in record.errors.values()) == 0
+        assert 0 < record.errors["dk"].rel_l2 < record.bounds["dk"] <= 2e-2
+
+
+def test_bench_times_gradients_and_compares_them(tmp_path: Path) -> None:
+    arguments = ["--suite", "cpu_bwd", "--heads", "2,4", "--lens", "1x128", "--repeats", "5"]
+    for direction in ("bwd", "fwd+bwd"):
+        done = flashqla("bench", direction, *arguments, "--json", f"{direction}.json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        run = read(tmp_path / f"{direction}.json")
+        assert bench_text(run) == done.stdout
+        assert [(record.backend, record.passed) for record in run.records] == [
+            ("flashqla", True),
+            ("torch-recurrent", True),
+        ]
+        again = flashqla("compare", f"{direction}.json", f"{direction}.json", cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        assert again.stdout.startswith(f"flashqla compare bench {direction}\n")
+    times = [read(tmp_path / f"{direction}.json").records[0].timing for direction in ("bwd", "fwd+bwd")]
+    assert all(times)
+    mixed = flashqla("compare", "bwd.json", "fwd+bwd.json", cwd=tmp_path)
+    assert mixed.returncode == 2
+    assert "bench bwd against bench fwd+bwd" in mixed.stderr
+
+
 def test_bench_times_a_row_and_renders_its_file(tmp_path: Path) -> None:
     arguments = ["--suite", "cpu", "--heads", "2,8", "--lens", "1x512", "--repeats", "2"]
     done = flashqla("bench", "fwd", *arguments, "--json", "run.json", "--out", "run.txt", cwd=tmp_path)
@@ -63,7 +99,15 @@ def test_what_is_written_fits_the_published_schema(tmp_path: Path) -> None:
     schema = json.loads(flashqla("schema", cwd=tmp_path).stdout)
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
-    for command in (["verify", "--suite", "smoke", "--backend", "flashqla", "--backend", "fla"], [*FEW]):
+    verify = ["--suite", "smoke", "--backend", "flashqla", "--backend", "fla"]
+    small = ["--suite", "cpu_bwd", "--lens", "1x128", "--repeats", "5"]
+    for command in (
+        ["verify", *verify],
+        [*FEW],
+        ["verify", "bwd", *verify, "--repeats", "3"],
+        ["bench", "bwd", *small],
+        ["bench", "fwd+bwd", *small],
+    ):
         done = flashqla(*command, "--json", "-", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         run = json.loads(done.stdout)

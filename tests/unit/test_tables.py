@@ -175,6 +175,53 @@ def test_peak_memory_has_columns_of_its_own(make_run: Callable[..., Run], timed:
     assert [dict(zip(head, row, strict=True))["peak_bytes"] for row in rows] == [str(3 * 2**30), "0", str(2**19), ""]
 
 
+def test_backward_runs_show_memory_where_it_is_known(make_run: Callable[..., Run], timed: Make) -> None:
+    known = timed(A, "flashqla", 0.5, direction="bwd", peak_bytes=2**20, saved_bytes=3 * 2**20)
+    run = make_run(known, timed(A, "fla", 1.0, direction="bwd", peak_bytes=2**21), kind="bench-bwd")
+    shown = bench_text(run)
+    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert lines["1x32768"][1:] == ["0.5000", "1.0000", "1.0000", "2.00x", "1.0", "2.0", "3.0", "-"]
+    assert lines["layout"][-4:] == ["flashqla", "fla"] * 2
+    assert shown.startswith("flashqla bench bwd\n")
+    assert "\nms: median time of the backward pass alone, on what one forward pass saved.\n" in shown
+    assert "\nsaved MiB: device memory that a forward pass leaves" in shown
+    bare = bench_text(make_run(timed(A, "flashqla", 0.5, direction="fwd+bwd"), kind="bench-fwd+bwd"))
+    assert "MiB" not in bare
+    assert "\nms: median time of forward and backward pass, through autograd.\n" in bare
+    with pytest.raises(ArgumentError, match="the least time of a backward pass is not known"):
+        page(run, roofline=True)
+
+
+GRADIENTS = """\
+  case                      of      flashqla    bound       fla  flashinfer         verdict
+  hk2-hv8/1x32768/mixed     dq       1.0e-03  1.0e-02   2.0e-03      n/a[1]              ok
+                            dg       2.0e-03  2.0e-02   3.0e-03
+                            dh0      1.0e-03  1.0e-02         -
+  hk16-hv16/1x2048/mixed              n/a[2]        -         -           -             oom
+  hk2-hv8/28672+4096/mixed  dq   1.1e-02![3]  1.0e-02   1.0e-03           -  WRONG, fla off
+                            dg       2.0e-03  2.0e-02  9.0e-01!
+"""
+
+
+def test_gradients_have_a_line_each(make_run: Callable[..., Run], verified: Make, absent: Make) -> None:
+    def gradients(case: Case, backend: str, passed: bool = True, **errors: float) -> Record:
+        found = {name: TensorErrors(rel_l2=error, max_abs=error, cosine=1.0) for name, error in errors.items()}
+        bounds = {"dq": 1e-2, "dg": 2e-2, "dh0": 1e-2}
+        record = verified(case, backend, 0, 0, passed=passed, bounds={name: bounds[name] for name in errors})
+        return record.model_copy(update={"errors": found, "direction": "bwd", "kernels": []})
+
+    run = make_run(
+        gradients(B, "flashqla", False, dq=1.1e-2, dg=2e-3).model_copy(update={"reason": "dq off"}),
+        gradients(B, "fla", False, dq=1e-3, dg=0.9),
+        gradients(A, "flashqla", dq=1e-3, dg=2e-3, dh0=1e-3),
+        gradients(A, "fla", dq=2e-3, dg=3e-3),
+        absent(A, "flashinfer", "unsupported", reason="no", hint=None),
+        absent(C, "flashqla", "oom", reason="too much", hint=None),
+        kind="verify-bwd",
+    )
+    assert verify_text(run).split("\n\n")[1] == GRADIENTS.rstrip("\n")
+
+
 def test_columns_of_bench_are_refused_for_verify(make_run: Callable[..., Run], verified: Make) -> None:
     run = make_run(verified(A, "flashqla", 1e-3, 1e-3), kind="verify-fwd")
     with pytest.raises(ArgumentError, match="a verify run has no such columns"):
