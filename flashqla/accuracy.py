@@ -35,6 +35,7 @@ CHECK = 2e-2  # before timing: tells a wrong result from a rounded one, and no m
 # Gradients pass through more products of rounded operands than outputs do. With strong gates dg is a thousandth of a
 # percent of the terms that it is a sum of.
 GRADIENT, GRADIENT_AT_STRONG_GATES, GRADIENT_CHECK = 1e-2, 2e-2, 5e-2
+STRONG = -1.0  # half of the gates are below: a token keeps at most 37 percent of the state
 STABLE_STEP = 2.0 + 2.0**-6  # beta |k|^2 above 2 grows the state; keys in bfloat16 have norms a little off 1
 
 RECURRENCE_TOKENS = 4096  # per sequence
@@ -224,6 +225,12 @@ def instability(inputs: Inputs) -> str | None:
         if step > STABLE_STEP:
             return f"outside the stable range: beta |k|^2 of {step:.3g}, above 2"
     return None
+
+
+def strong_gates(inputs: Inputs) -> bool:
+    """Whether most gates erase most of the state, as those of trained models do."""
+    g = inputs.g[:, : inputs.case.tokens] if inputs.case.packed else inputs.g
+    return g.numel() > 0 and bool(g.float().median() < STRONG)
 
 
 def contract(outputs: Mapping[str, Tensor], inputs: Inputs, direction: Direction = "fwd") -> list[str]:

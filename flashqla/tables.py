@@ -133,6 +133,8 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
     ours, peers = backends[0], backends[1:]
     memory |= run.kind != "bench-fwd" and any(record.peak_bytes is not None for record in run.records)
     saved = memory and any(record.saved_bytes is not None for record in run.records)
+    known = [name for name in backends if any(r.peak_bytes is not None for r in run.records if r.backend == name)]
+    counted = known or backends  # a peer without a backward pass needs no memory for one
     notes = _Notes()
     # On the CPU the host is the device, and a call has one time.
     eager = any(record.timing and record.timing.clock != "wall" for record in run.records)
@@ -148,9 +150,9 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
         if roofline:
             head = [[*head[0], "floor", "TFLOP/s", "GB/s", "of floor"], [*head[1], "ms", ours, ours, ours]]
         if memory:
-            head = [[*head[0], *("peak MiB" for _ in backends)], [*head[1], *backends]]
+            head = [[*head[0], *("peak MiB" for _ in counted)], [*head[1], *counted]]
         if saved:
-            head = [[*head[0], *("saved MiB" for _ in backends)], [*head[1], *backends]]
+            head = [[*head[0], *("saved MiB" for _ in counted)], [*head[1], *counted]]
         cells = []
         for row, ratio in zip(rows, block, strict=True):
             times = [_time(row.get(name), notes) for name in backends]
@@ -158,12 +160,12 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
             call = _ms(timing.call_ms if timing else None)
             cells.append([label(row), *times, *[call] * eager, *(_ratio(ratio.get(name)) for name in peers)])
             cells[-1] += _roof(row.get(ours), run.environment.gpu) if roofline else []
-            records = [row.get(name) for name in backends]
+            records = [row.get(name) for name in counted]
             cells[-1] += [_mib(record.peak_bytes if record else None) for record in records if memory]
             cells[-1] += [_mib(record.saved_bytes if record else None) for record in records if saved]
         if peers:
             cells.append(["geometric mean", *[""] * (len(backends) + eager), *_means(block, peers)])
-            cells[-1] += [""] * (4 * roofline + len(backends) * (memory + saved))
+            cells[-1] += [""] * (4 * roofline + len(counted) * (memory + saved))
         tables.append(Table(head, cells, title))
     if peers:
         least = [_ratio(min((row[name] for row in ratios if name in row), default=None)) for name in peers]

@@ -193,6 +193,16 @@ def test_gradients_are_allowed_what_the_best_peer_needs() -> None:
     assert accuracy.beyond({"dq": off(2e-2), "dg": off(None)}, {**allowed, "dh0": 1.0}) == ["dq", "dg", "dh0"]
 
 
+@pytest.mark.parametrize(
+    ("gate", "strong"),
+    [("strong", True), ("tiny", True), ("typical", False), ("mixed", False), ("zero", False), ("reset_inf", False)],
+)
+def test_strong_gates_are_known_by_their_values(gate: str, strong: bool) -> None:
+    for case in (replace(CASE, gate=gate), Case(1, 1, (50, 50), batch=True, gate=gate)):
+        assert accuracy.strong_gates(inputs.make(case, 0, "cpu")) is strong
+    assert accuracy.strong_gates(inputs.make(Case(1, 1, (0,), gate=gate), 0, "cpu")) is False
+
+
 def test_the_contract_of_gradients_names_what_is_broken() -> None:
     drawn = inputs.make(replace(CASE, gate_dtype="float16"), 0, "cpu", "bwd")
     right = {

@@ -197,6 +197,85 @@ def test_clocks_are_read_for_every_call_and_outside_of_what_is_timed(
     assert len({reading.sm_mhz for reading in found if reading}) == 3
 
 
+def test_graphs_are_captured_where_their_calls_were_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd goes back on the stream of its forward pass: on another one the capture would miss it."""
+    card = Card(monkeypatch)
+    now = ["default"]
+    made = iter("abcd")
+    captured: list[str] = []
+
+    class Stream:
+        def __init__(self, device: str | None = None, name: str = "") -> None:
+            self.name = name or next(made)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and self.name == other.name
+
+        def wait_stream(self, other: "Stream") -> None:
+            card.log.append(f"{self.name} waits for {other.name}")
+
+        def synchronize(self) -> None:
+            pass
+
+    @contextmanager
+    def inside(stream: Stream) -> Iterator[None]:
+        now.append(stream.name)
+        yield
+        now.pop()
+
+    class Graph:
+        def enable_debug_mode(self) -> None:
+            pass
+
+        def capture_begin(self) -> None:
+            captured.append(now[-1])
+
+        def capture_end(self) -> None:
+            pass
+
+        def replay(self) -> None:
+            pass
+
+        def debug_dump(self, path: str) -> None:
+            raise RuntimeError("no dump")
+
+    for name, stand_in in {
+        "Stream": Stream,
+        "stream": inside,
+        "CUDAGraph": Graph,
+        "current_stream": lambda device=None: Stream(name=now[-1]),
+        "default_stream": lambda: Stream(name="default"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    calls = {name: card.call(name, 0) for name in "AB"}
+    with measure.side_stream("cuda:0"):
+        assert now[-1] == "a"
+        readings = measure.interleaved(calls, Config(repeats=3), "cuda:0")
+    assert captured == ["a", "a"]
+    assert {reading.timing.clock for reading in readings.values() if reading.timing} == {"graph"}
+    assert (card.log[0], card.log[-1]) == ("a waits for default", "default waits for a")
+    measure.interleaved(calls, Config(repeats=3), "cuda:0")
+    assert captured[2:] == ["b", "c"]  # the default stream cannot be captured
+    with measure.side_stream("cpu"):
+        assert now == ["default"]
+
+
+def test_a_call_that_no_graph_can_hold_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    reading = measure.interleaved({"A": card.call("A", 0)}, FAST, "cuda:0", uncapturable={"A": "it reads lengths"})["A"]
+    assert reading.timing
+    assert (reading.timing.clock, reading.note) == ("events", "no CUDA graph: it reads lengths")
+
+
+def test_slow_calls_are_waited_for_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.4, 1.0, 1.4, 2.0, 2.4, 3.0, 3.4])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls: list[int] = []
+    assert measure._eager_ms(lambda: calls.append(1), cold=False) == pytest.approx(400)
+    assert len(calls) == 3  # 1.2 s are enough
+
+
 def test_reading_clocks_takes_a_few_milliseconds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = measure._Sampler(lambda: launches.append(1), "graph", 1.0, 0, None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
