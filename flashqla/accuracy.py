@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flashqla.cases import Direction
-from flashqla.inputs import Inputs, take_heads
+from flashqla.inputs import GRADIENTS, Inputs, take_heads
 from flashqla.records import TensorErrors
 from flashqla.reference import (
     chunk_gated_delta_rule_backward,
@@ -240,9 +240,7 @@ def contract(outputs: Mapping[str, Tensor], inputs: Inputs, direction: Direction
 
 def _contract_of_gradients(outputs: Mapping[str, Tensor], inputs: Inputs) -> list[str]:
     """Gradients have shape and dtype of their inputs, and inputs that are not there have none."""
-    arguments = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v, "dg": inputs.g, "dbeta": inputs.beta}
-    if inputs.initial_state is not None:
-        arguments["dh0"] = inputs.initial_state
+    arguments = {GRADIENTS[name]: x for name, x in inputs.tensors().items() if name in GRADIENTS}
     problems = [f"{name} is missing" for name in arguments if name not in outputs]
     problems += [f"{name} is there without an initial state" for name in outputs if name not in arguments]
     for name, like in arguments.items():
@@ -319,23 +317,17 @@ def _outputs(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None) -> dic
 def _gradients(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:
     do, dht = cast(Tensor, inputs.do), inputs.dht
     arguments = _arguments(inputs)
-    names = {"dq": "q", "dk": "k", "dv": "v", "dg": "g", "dbeta": "beta", "dh0": "initial_state"}
     if not recurrence:
         del arguments["output_final_state"]
         found = chunk_gated_delta_rule_backward(**arguments, do=do, dht=dht, dtype=dtype)
-        return {name: x for name, x in zip(names, found, strict=True) if x is not None}
+        return {name: x for name, x in zip(GRADIENTS.values(), found, strict=True) if x is not None}
     dtype = dtype or torch.float64
-    leaves = {
-        name: x.detach().to(dtype).requires_grad_() for name in names.values() if (x := arguments[name]) is not None
-    }
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in inputs.tensors().items() if name in GRADIENTS}
+    given = [x.to(dtype) for x in (do, dht) if x is not None]
     with torch.enable_grad():
         results = recurrent_gated_delta_rule(**{**arguments, **leaves}, dtype=dtype)
-        outputs = [x for x in results if x is not None]
-        gradients = torch.autograd.grad(
-            outputs, list(leaves.values()), [x.to(dtype) for x in (do, dht) if x is not None]
-        )
-    by_name = dict(zip(leaves, gradients, strict=True))
-    return {gradient: by_name[name] for gradient, name in names.items() if name in by_name}
+        gradients = torch.autograd.grad([x for x in results if x is not None], list(leaves.values()), given)
+    return {GRADIENTS[name]: x for name, x in zip(leaves, gradients, strict=True)}
 
 
 def _arguments(inputs: Inputs) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from flashqla.cases import Case, Direction
 from flashqla.device import HOPPER, PEERS
 from flashqla.errors import ArgumentError
-from flashqla.inputs import Inputs
+from flashqla.inputs import GRADIENTS, Inputs
 from flashqla.ops import chunk_gated_delta_rule, explain, strict
 from flashqla.ops import plan as planning
 from flashqla.reference import (
@@ -32,15 +32,14 @@ from flashqla.reference import (
     recurrent_gated_delta_rule,
 )
 
-# "o" [B, T, hv, V], and "final_state" [N, hv, K, V] (V, K when V-first) if asked for; of a backward pass those of
-# `GRADIENTS`, shaped as the arguments, "dh0" where there is an initial state.
+# "o" [B, T, hv, V], and "final_state" [N, hv, K, V] (V, K when V-first) if asked for; of a backward pass `GRADIENTS`,
+# shaped as the arguments, "dh0" where there is an initial state.
 Outputs = dict[str, Tensor]
 Call = Callable[[], Outputs]
 Compiles = Literal["per head count", "once", "never"]
 
 RECURRENT_TOKENS = 4096  # per sequence; a loop over more takes seconds
 SMS = 132  # of an H100 or H200
-GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta", "initial_state": "dh0"}  # of arguments
 COPIES = "it copies from the device while it runs"
 
 

@@ -30,6 +30,8 @@ RESET_TOKEN = 37  # inside a chunk, and off every boundary of 8
 UNGATED_EVERY = 4  # mixed: value heads 3, 7, 11, ... do not decay
 TINY_GATE = math.log(1e-12)
 GRADIENT_SEEDS = 2**31  # added to a seed: generators on the CPU take 32 bits, of which small seeds leave this one free
+# Of arguments, by which a backward pass gives them.
+GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta", "initial_state": "dh0"}
 STATE_GRADIENT = 0.125  # gradients of final states, beside those of o; as in the published benchmark
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from flashqla import accuracy, backends, runner
+from flashqla import accuracy, backends, measure, runner
 from flashqla.backends import Call, Outputs
 from flashqla.cases import Case, Direction, suite
 from flashqla.inputs import Inputs
@@ -408,6 +408,17 @@ def test_bench_times_and_checks_gradients(direction: Direction) -> None:
         assert record.timing.repeats == 2
         assert record.peak_bytes is record.saved_bytes is None
     assert records[2].bound == records[2].bounds["dq"] == accuracy.GRADIENT_CHECK
+
+
+@pytest.mark.parametrize(("direction", "saved"), [("bwd", 700), ("fwd+bwd", None), ("fwd", None)])
+def test_what_a_forward_pass_leaves_is_counted_for_a_backward_pass_alone(
+    direction: Direction, saved: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = iter([300, 1000])
+    monkeypatch.setattr(measure, "allocated_bytes", lambda device: next(sizes))
+    records: list[Record] = []
+    runner.bench([CASE], [Changed(nothing)], "cpu", records.append, direction=direction, config=QUICK)  # type: ignore[list-item]
+    assert (records[0].status, records[0].saved_bytes) == ("ok", saved)
 
 
 def test_verify_leaves_the_number_of_threads_alone() -> None:
