@@ -257,10 +257,14 @@ def facts(run: Run) -> dict[str, str]:
     env, settings = run.environment, run.settings
     readings = [record.clocks for record in run.records if record.clocks]
     speeds = [reading.sm_mhz for reading in readings if reading.sm_mhz]
+    degrees = [reading.temperature_c for reading in readings if reading.temperature_c is not None]
+    watts = [round(reading.power_w) for reading in readings if reading.power_w is not None]
     device = [env.gpu or "no GPU"]
     device += [f"{env.sm_count} SMs"] if env.sm_count else []
     device += [f"driver {env.driver}"] if env.driver else []
     device += [f"SM clock {_range(speeds)} MHz"] if speeds else []
+    device += [f"{_range(degrees)} C"] if degrees else []
+    device += [f"{_range(watts)} W"] if watts else []
     versions = {
         "python": env.python,
         "torch": env.torch,

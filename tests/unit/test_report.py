@@ -86,7 +86,7 @@ def test_page_has_the_numbers_and_what_made_them(bench: Run) -> None:
     assert "flashqla bench fwd on NVIDIA H200" in text
     assert "2.83x the speed of fla, geometric mean 2.00x to 4.00x; faster in 2 of 2 rows" in text
     assert "23% of the floor, median 14% to 46%, 3 rows" in text
-    assert "132 SMs, driver 580.1, SM clock 1755 MHz" in text
+    assert "132 SMs, driver 580.1, SM clock 1755 MHz, 60 C, 500 W" in text
     assert "kernels sources sha256 0123456789abcdef" in text
     assert "L2 cold, CUDA graph replay" in text
     assert "1x32768 0.1000 0.4000 n/a 1 0.2000 4.00x - 0.0462 365 1709 46%" in text

@@ -19,7 +19,7 @@ C = Case(16, 16, (2048,), batch=True, model="2B/0.8B TP1")
 BENCH = """\
 flashqla bench fwd
   started   2026-01-02T03:04:05+00:00
-  device    NVIDIA H200, 132 SMs, driver 580.1, SM clock 1755 MHz
+  device    NVIDIA H200, 132 SMs, driver 580.1, SM clock 1755 MHz, 60 C, 500 W
   cpu       a CPU
   software  flashqla 0.1.0 (git abc123), python 3.11.7, torch 2.13.0, CUDA 13.0, triton 3.7.0, tilelang 0.1.15, \
 tvm-ffi 0.1.12
