@@ -211,23 +211,30 @@ def assert_forward_stores_and_publishes(built: Built, groups: int, output_h: boo
 def assert_inverse_instructions(built: Built) -> None:
     found = built.opcodes
     assert found["HGMMA"] == 8  # K K^T in steps of 16
-    # Products of 16x16 blocks take 4: row i of block column c has i - c, and one with its own diagonal block. Each of
-    # two diagonal blocks takes 2.
-    assert found["HMMA"] == 4 * sum(i - c + 1 for c in range(4) for i in range(c + 1, 4)) + 2 * 2
-    assert found["STSM"] == 4 * 4  # A, in a place for each block column
+    # A head stands in the code twice: for one warp, and dealt out to two. Products of 16x16 blocks take 4: block (i, c)
+    # has i - c of them, and one with a block on the diagonal, of which a quarter is 0. Such a block itself takes 2.
+    below = [(i, c) for i in range(4) for c in range(i)]
+    assert found["HMMA"] == 2 * (sum(4 * (i - c) + 3 for i, c in below) + 4 * 2)
+    assert found["STSM"] == 2 * 16  # blocks of A
     assert found["UTMALDG"] == 2  # halves of k
     assert found["CCTL"] >= 1  # the keys of the chunk to come
-    assert found["UTMASTG"] == 1  # A
+    assert found["UTMASTG"] == 4  # A, by each warp
+    # The first task is there; rows are zeroed; the product may take the place of the keys; factors of more heads may
+    # take that of others; product and factors are there; keys may take the place of the product.
+    assert built.source.count("__syncthreads()") == 1 + 6  # and barriers are initialised
 
 
 def assert_inverse_stores_and_publishes(built: Built) -> None:
     guard = r"[ }]*(?: if \([^;{]*\) \{)* "  # TileLang repeats a condition around each statement under it
-    publish = rf"[^;]*;{guard}tl::fence_proxy_async\(\);{guard}__syncthreads\(\);{guard}"
-    assert re.search(r"zero_rows\([^;]*k_smem" + publish, built.source)
-    whole = in_order("", "tma_store(A_desc", "tma_store_arrive();")
-    last = in_order("*(uint4*)(A + ")
-    blank = in_order("*(uint4*)(o + ", "*(uint4*)(A + ", "cumulative[")
-    assert re.search(r"gated_inverse<\w+>\(" + publish + whole + ".*else.*" + last + ".*" + blank, built.source)
+    fence = rf"[^;]*;{guard}tl::fence_proxy_async\(\);{guard}"
+    assert re.search(r"zero_rows\([^;]*k_smem" + fence + r"__syncthreads\(\);", built.source)
+    blank = in_order("zero_pieces((&(o[", "zero_pieces((&(A[", "cumulative[")
+    free = in_order("tl::tma_store_wait<0, true>(); __syncthreads();")
+    last = in_order("store_rows<") + fence + r"__syncthreads\(\);" + in_order("", "tl::tma_store_wait<0, false>();")
+    inverse = r"gated_inverse<\w+>\(" + fence + r"flashqla::join_head\("
+    assert re.search(".*".join((blank, free, inverse, r"else", last)), built.source)
+    # One thread of each warp, not one of all.
+    assert re.findall(r"elect<(\d+)>\(\)\) \{ tl::tma_store\(", built.source) == ["32"] * 4
 
 
 def split_roles(built: Built) -> tuple[list[int], list[str]]:
