@@ -1,33 +1,53 @@
 """Outputs against the float64 truth: errors per tensor, and the error that is allowed.
 
-The truth is the token recurrence in float64. Above 4096 tokens per sequence its one step per token would take seconds,
-and the chunk form in float64 stands in, which tests and `verify` hold to the recurrence within 1e-9.
+The truth is the token recurrence in float64, and for gradients autograd through it. Above 4096 tokens per sequence its
+one step per token would take seconds, and the chunk form in float64 stands in, with its backward pass written out;
+tests and `verify` hold both to the recurrence within 1e-9.
+
+Gradients of g are also shown as they reach the parameters of a model, which makes gates from activations a as
+
+    g = -exp(A_log) softplus(a + dt_bias)    dA_log = sum dg g    ddt_bias = sum dg g sigmoid(x) / softplus(x)
+
+with x = a + dt_bias and sums over all tokens of a head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from flashqla.inputs import Inputs, take_heads
+from flashqla.cases import Direction
+from flashqla.inputs import GRADIENTS, Inputs, take_heads
 from flashqla.records import TensorErrors
-from flashqla.reference import chunk_gated_delta_rule_reference, recurrent_gated_delta_rule
+from flashqla.reference import (
+    chunk_gated_delta_rule_backward,
+    chunk_gated_delta_rule_reference,
+    recurrent_gated_delta_rule,
+)
 
 FLOOR = 5e-3  # two roundings to bfloat16, each up to 2^-9 of a value
 EXACT = 1e-9  # float64 against float64: rounding, times the condition of the chunk inverse
 PEER_FACTOR = 1.1
 REFERENCE_FACTOR = 1.5  # over the chunk form in PyTorch, whose operands are not rounded to 16 bits on the way
 CHECK = 2e-2  # before timing: tells a wrong result from a rounded one, and no more
+# Gradients pass through more products of rounded operands than outputs do. With strong gates dg is a thousandth of a
+# percent of the terms that it is a sum of.
+GRADIENT, GRADIENT_AT_STRONG_GATES, GRADIENT_CHECK = 1e-2, 2e-2, 5e-2
+STRONG = -1.0  # half of the gates are below: a token keeps at most 37 percent of the state
 STABLE_STEP = 2.0 + 2.0**-6  # beta |k|^2 above 2 grows the state; keys in bfloat16 have norms a little off 1
 
 RECURRENCE_TOKENS = 4096  # per sequence
 TRUTH_BYTES = 16 * 2**30  # at once; heads are taken in groups that fit
 TOKEN_BYTES = 8 * 2**10  # per head: inputs, outputs and their copies in float64
 BLOCK_BYTES = 400 * 2**20  # per head: intermediates of a block of tokens
+BACKWARD = 3  # times these for gradients
 BLOCK = 2**24  # elements that are compared at once
-HEAD_AXIS = {"o": 2, "final_state": 1}
+HEAD_AXIS = {"o": 2, "final_state": 1, "dq": 2, "dk": 2, "dv": 2, "dg": 2, "dbeta": 2, "dh0": 1}
+KEY_HEADS = ("dq", "dk")  # have a row per key head
+GATE_SCALE = {"strong": 16.0}  # exp(A_log), by the gates of a case; drawn gates are such multiples of a softplus
+USUAL_GATE_SCALE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -43,42 +63,72 @@ class Truth:
         return "float64 recurrence" if self.recurrence else "float64 chunk form"
 
 
-def truth(inputs: Inputs) -> Truth:
-    """What the op must give on these inputs, rows past the last offset as zeros."""
-    case = inputs.case
-    recurrence = max(case.lengths) <= RECURRENCE_TOKENS
-    return Truth(_by_heads(inputs, recurrence, torch.float64), recurrence, instability(inputs))
+def truth(inputs: Inputs, direction: Direction = "fwd") -> Truth:
+    """What the op must give on these inputs, rows past the last offset as zeros; its gradients for "bwd"."""
+    recurrence = max(inputs.case.lengths) <= RECURRENCE_TOKENS
+    outputs = _by_heads(inputs, recurrence, torch.float64, direction)
+    return Truth(shown(outputs, inputs, direction), recurrence, instability(inputs))
+
+
+def shown(outputs: Mapping[str, Tensor], inputs: Inputs, direction: Direction) -> dict[str, Tensor]:
+    """Outputs to compare: gradients with dA_log and ddt_bias, summed up in float64."""
+    if direction != "bwd":
+        return dict(outputs)
+    g, dg = inputs.g.double(), outputs["dg"].double()
+    if inputs.case.packed:
+        g, dg = g[:, : inputs.case.tokens], dg[:, : inputs.case.tokens]
+    g = g.clamp(max=0.0)
+    scale = GATE_SCALE.get(inputs.case.gate, USUAL_GATE_SCALE)
+    # No parameters give a reset of -inf, whose dg is 0 too; sigmoid(x) is 1 - exp(-softplus(x)).
+    by_scale = torch.where(g.isinf(), 0.0, dg * g)
+    by_bias = dg * scale * torch.expm1(g / scale)
+    return {**outputs, "dA_log": by_scale.sum((0, 1)), "ddt_bias": by_bias.sum((0, 1))}
 
 
 def reference_errors(inputs: Inputs, right: Truth) -> dict[str, TensorErrors]:
     """Errors that the chunk form in PyTorch makes on the same inputs, with outputs in the dtypes of the op."""
-    return errors(_by_heads(inputs, False, None), right.outputs, inputs.case.tokens)
+    return errors(_by_heads(inputs, False, None, "fwd"), right.outputs, inputs.case.tokens)
 
 
-def quick_truth(inputs: Inputs, heads: Sequence[int]) -> dict[str, Tensor]:
+def quick_truth(inputs: Inputs, heads: Sequence[int], direction: Direction = "fwd") -> dict[str, Tensor]:
     """Outputs of some value heads by the chunk form in float32: enough to tell whether a result is wrong."""
-    return _run(take_heads(inputs, heads), False, torch.float32)
+    taken = take_heads(inputs, heads)
+    outputs = _outputs(taken, False, torch.float32) if direction != "bwd" else {}
+    if direction != "fwd":
+        groups = len(dict.fromkeys(head // (inputs.case.hv // inputs.case.hk) for head in heads))
+        outputs |= _sum_groups(_gradients(taken, False, torch.float32), groups)
+    return outputs
 
 
-def some_heads(inputs: Inputs) -> tuple[int, ...]:
-    """The first value head and the last, which in the Qwen head counts is one that does not decay under mixed gates."""
-    return tuple(dict.fromkeys((0, inputs.case.hv - 1)))
+def some_heads(inputs: Inputs, direction: Direction = "fwd") -> tuple[int, ...]:
+    """The first value head and the last, which in the Qwen head counts is one that does not decay under mixed gates.
+
+    For gradients all value heads of the first key head and of the last: those of keys are sums over them.
+    """
+    hv, group = inputs.case.hv, 1 if direction == "fwd" else inputs.case.hv // inputs.case.hk
+    return tuple(dict.fromkeys((*range(group), *range(hv - group, hv))))
 
 
-def heads_of(outputs: Mapping[str, Tensor], heads: Sequence[int]) -> dict[str, Tensor]:
-    """Outputs of some value heads."""
-    return {name: x.index_select(HEAD_AXIS[name], torch.tensor(heads, device=x.device)) for name, x in outputs.items()}
+def heads_of(outputs: Mapping[str, Tensor], heads: Sequence[int], group: int = 1) -> dict[str, Tensor]:
+    """Outputs of some value heads, and of the key heads that are theirs, one for each `group` of all value heads."""
+    key_heads = tuple(dict.fromkeys(head // group for head in heads))
+
+    def take(name: str, x: Tensor) -> Tensor:
+        chosen = key_heads if name in KEY_HEADS else heads
+        return x.index_select(HEAD_AXIS[name], torch.tensor(chosen, device=x.device))
+
+    return {name: take(name, x) for name, x in outputs.items()}
 
 
 def errors(outputs: Mapping[str, Tensor], right: Mapping[str, Tensor], tokens: int) -> dict[str, TensorErrors]:
-    """Errors of every output that `right` has. `tokens`: rows of a packed o that count; those past them do not.
+    """Errors of every output that `right` has. `tokens`: rows of a pack that count; those past them do not.
 
     Raises KeyError for an output that is missing, ValueError for one of another shape.
     """
     found = {}
     for name, expected in right.items():
         output = outputs[name]
-        if name == "o" and expected.shape[0] == 1:
+        if HEAD_AXIS.get(name) == 2 and expected.shape[0] == 1:
             output, expected = output[:, :tokens], expected[:, :tokens]
         found[name] = tensor_errors(output, expected)
     return found
@@ -136,6 +186,16 @@ def bounds(
     return allowed
 
 
+def gradient_bounds(
+    found: Mapping[str, TensorErrors], peers: Sequence[Mapping[str, TensorErrors]], strong_gates: bool
+) -> dict[str, float]:
+    """Allowed relative L2 error per gradient of `found`: 1e-2, or 2e-2 at strong gates, or 1.1 times that of the best
+    peer where it is more."""
+    limit = GRADIENT_AT_STRONG_GATES if strong_gates else GRADIENT
+    best = {name: [own for peer in peers if name in peer and (own := peer[name].rel_l2) is not None] for name in found}
+    return {name: max(limit, PEER_FACTOR * min(theirs, default=0.0)) for name, theirs in best.items()}
+
+
 def nearest(found: Mapping[str, TensorErrors], allowed: Mapping[str, float]) -> float | None:
     """The bound that decides: that of the output which comes nearest to its own, or exceeds it most."""
     ratios = {name: _ratio(found[name], bound) for name, bound in allowed.items() if name in found}
@@ -144,7 +204,12 @@ def nearest(found: Mapping[str, TensorErrors], allowed: Mapping[str, float]) -> 
 
 def within(found: Mapping[str, TensorErrors], allowed: Mapping[str, float]) -> bool:
     """Whether every output is there and within its bound."""
-    return all(name in found and _ratio(found[name], bound) <= 1.0 for name, bound in allowed.items())
+    return not beyond(found, allowed)
+
+
+def beyond(found: Mapping[str, TensorErrors], allowed: Mapping[str, float]) -> list[str]:
+    """Outputs that are not there, or not within their bound."""
+    return [name for name, bound in allowed.items() if name not in found or _ratio(found[name], bound) > 1.0]
 
 
 def instability(inputs: Inputs) -> str | None:
@@ -162,8 +227,38 @@ def instability(inputs: Inputs) -> str | None:
     return None
 
 
-def contract(outputs: Mapping[str, Tensor], inputs: Inputs) -> list[str]:
+def strong_gates(inputs: Inputs) -> bool:
+    """Whether most gates erase most of the state, as those of trained models do."""
+    g = inputs.g[:, : inputs.case.tokens] if inputs.case.packed else inputs.g
+    return g.numel() > 0 and bool(g.float().median() < STRONG)
+
+
+def contract(outputs: Mapping[str, Tensor], inputs: Inputs, direction: Direction = "fwd") -> list[str]:
     """What is wrong with outputs besides their values: dtypes, and rows past the last offset that are not 0."""
+    return _contract_of_gradients(outputs, inputs) if direction == "bwd" else _contract_of_outputs(outputs, inputs)
+
+
+def _contract_of_gradients(outputs: Mapping[str, Tensor], inputs: Inputs) -> list[str]:
+    """Gradients have shape and dtype of their inputs, and inputs that are not there have none."""
+    arguments = {GRADIENTS[name]: x for name, x in inputs.tensors().items() if name in GRADIENTS}
+    problems = [f"{name} is missing" for name in arguments if name not in outputs]
+    problems += [f"{name} is there without an initial state" for name in outputs if name not in arguments]
+    for name, like in arguments.items():
+        found = outputs.get(name, like)
+        if found.shape != like.shape:
+            problems.append(f"{name} has shape {list(found.shape)}, and its input {list(like.shape)}")
+        elif found.dtype != like.dtype:
+            problems.append(f"{name} is {found.dtype}, and its input {like.dtype}")
+        elif name in outputs and name != "dh0" and inputs.case.tail and _dirty(found, inputs):
+            problems.append(f"rows of {name} past the last offset are not 0")
+    return problems
+
+
+def _dirty(x: Tensor, inputs: Inputs) -> bool:
+    return bool(x[:, inputs.case.tokens :].count_nonzero())  # NaN counts as not zero
+
+
+def _contract_of_outputs(outputs: Mapping[str, Tensor], inputs: Inputs) -> list[str]:
     problems = []
     if outputs["o"].dtype != inputs.v.dtype:
         problems.append(f"o is {outputs['o'].dtype}, v is {inputs.v.dtype}")
@@ -174,7 +269,7 @@ def contract(outputs: Mapping[str, Tensor], inputs: Inputs) -> list[str]:
         problems.append("final_state is there without being asked for, or missing")
     if outputs["o"].shape != inputs.v.shape:
         problems.append(f"o has shape {list(outputs['o'].shape)}, v {list(inputs.v.shape)}")
-    elif inputs.case.tail and outputs["o"][:, inputs.case.tokens :].count_nonzero():  # NaN counts as not zero
+    elif inputs.case.tail and _dirty(outputs["o"], inputs):
         problems.append("rows of o past the last offset are not 0")
     return problems
 
@@ -191,20 +286,53 @@ def same(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
     return all(torch.equal(_bits(x), _bits(after[name])) for name, x in before.items())
 
 
-def _by_heads(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """`_run` on groups of value heads that fit into memory."""
+def _by_heads(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None, direction: Direction) -> dict[str, Tensor]:
+    """Outputs or gradients, on groups of value heads that fit into memory."""
+    run, factor = (_outputs, 1) if direction == "fwd" else (_gradients, BACKWARD)
     hv, rows = inputs.case.hv, inputs.v.shape[0] * inputs.v.shape[1]
-    group = max(1, min(hv, TRUTH_BYTES // (BLOCK_BYTES + TOKEN_BYTES * rows)))
+    group = max(1, min(hv, TRUTH_BYTES // (factor * (BLOCK_BYTES + TOKEN_BYTES * rows))))
     if group == hv:
-        return _run(inputs, recurrence, dtype)
+        return run(inputs, recurrence, dtype)
     groups = (range(first, min(first + group, hv)) for first in range(0, hv, group))
-    parts = [_run(take_heads(inputs, heads), recurrence, dtype) for heads in groups]
-    return {name: torch.cat([part[name] for part in parts], dim=HEAD_AXIS[name]) for name in parts[0]}
+    parts = [run(take_heads(inputs, heads), recurrence, dtype) for heads in groups]
+    whole = {name: torch.cat([part[name] for part in parts], dim=HEAD_AXIS[name]) for name in parts[0]}
+    return _sum_groups(whole, inputs.case.hk)
 
 
-def _run(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _sum_groups(gradients: dict[str, Tensor], hk: int) -> dict[str, Tensor]:
+    """Gradients of `take_heads` -> of the heads that it gave a key head each, which belong to `hk` key heads."""
+    return {name: torch.unflatten(x, 2, (hk, -1)).sum(3) if name in KEY_HEADS else x for name, x in gradients.items()}
+
+
+def _outputs(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    arguments = _arguments(inputs)
+    with torch.no_grad():
+        if recurrence:
+            o, final_state = recurrent_gated_delta_rule(**arguments, dtype=dtype or torch.float64)
+        else:
+            o, final_state = chunk_gated_delta_rule_reference(**arguments, dtype=dtype)
+    return {"o": o} if final_state is None else {"o": o, "final_state": final_state}
+
+
+def _gradients(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    do, dht = cast(Tensor, inputs.do), inputs.dht
+    arguments = _arguments(inputs)
+    if not recurrence:
+        del arguments["output_final_state"]
+        found = chunk_gated_delta_rule_backward(**arguments, do=do, dht=dht, dtype=dtype)
+        return {name: x for name, x in zip(GRADIENTS.values(), found, strict=True) if x is not None}
+    dtype = dtype or torch.float64
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in inputs.tensors().items() if name in GRADIENTS}
+    given = [x.to(dtype) for x in (do, dht) if x is not None]
+    with torch.enable_grad():
+        results = recurrent_gated_delta_rule(**{**arguments, **leaves}, dtype=dtype)
+        gradients = torch.autograd.grad([x for x in results if x is not None], list(leaves.values()), given)
+    return {GRADIENTS[name]: x for name, x in zip(leaves, gradients, strict=True)}
+
+
+def _arguments(inputs: Inputs) -> dict[str, Any]:
     case = inputs.case
-    arguments: dict[str, Any] = {
+    return {
         "q": inputs.q,
         "k": inputs.k,
         "v": inputs.v,
@@ -217,12 +345,6 @@ def _run(inputs: Inputs, recurrence: bool, dtype: torch.dtype | None) -> dict[st
         "state_v_first": case.state_v_first,
         "use_qk_l2norm_in_kernel": case.l2norm,
     }
-    with torch.no_grad():
-        if recurrence:
-            o, final_state = recurrent_gated_delta_rule(**arguments, dtype=dtype or torch.float64)
-        else:
-            o, final_state = chunk_gated_delta_rule_reference(**arguments, dtype=dtype)
-    return {"o": o} if final_state is None else {"o": o, "final_state": final_state}
 
 
 def _ratio(error: TensorErrors, bound: float) -> float:

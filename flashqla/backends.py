@@ -2,7 +2,8 @@
 
 `prepare` does everything that is not the op: layouts, the peer's own gate and state conventions, workspace, compilation
 and a first call. The call it returns does the op alone and gives outputs in our conventions, through views where the
-peer's differ, so that nothing but the op is timed.
+peer's differ, so that nothing but the op is timed. For "bwd" that is the backward pass on what one forward pass has
+saved, which `prepare` runs; for "fwd+bwd" both passes. Gradients are handed back, and accumulated nowhere.
 
 Peers are imported inside their adapters only.
 """
@@ -13,8 +14,8 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, ClassVar, Literal, Protocol
+from functools import cache, partial
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,18 +23,24 @@ from torch import Tensor
 from flashqla.cases import Case, Direction
 from flashqla.device import HOPPER, PEERS
 from flashqla.errors import ArgumentError
-from flashqla.inputs import Inputs
+from flashqla.inputs import GRADIENTS, Inputs
 from flashqla.ops import chunk_gated_delta_rule, explain, strict
 from flashqla.ops import plan as planning
-from flashqla.reference import chunk_gated_delta_rule_reference, recurrent_gated_delta_rule
+from flashqla.reference import (
+    chunk_gated_delta_rule_backward,
+    chunk_gated_delta_rule_reference,
+    recurrent_gated_delta_rule,
+)
 
-Outputs = dict[str, Tensor]  # "o" [B, T, hv, V], and "final_state" [N, hv, K, V] (V, K when V-first) if asked for
+# "o" [B, T, hv, V], and "final_state" [N, hv, K, V] (V, K when V-first) if asked for; of a backward pass `GRADIENTS`,
+# shaped as the arguments, "dh0" where there is an initial state.
+Outputs = dict[str, Tensor]
 Call = Callable[[], Outputs]
 Compiles = Literal["per head count", "once", "never"]
 
 RECURRENT_TOKENS = 4096  # per sequence; a loop over more takes seconds
 SMS = 132  # of an H100 or H200
-BACKWARD = "backward is not measured yet"
+COPIES = "it copies from the device while it runs"
 
 
 class Backend(Protocol):
@@ -46,9 +53,8 @@ class Backend(Protocol):
     def hint(self) -> str:
         """What to do when it is missing."""
 
-    @property
-    def capturable(self) -> bool:
-        """Whether a call leaves the host alone, so that a CUDA graph can hold it."""
+    def uncapturable(self, direction: Direction) -> str | None:
+        """Why no CUDA graph can hold a call, None where one can: a call that leaves the host alone."""
 
     @property
     def compiles(self) -> Compiles:
@@ -74,7 +80,7 @@ class Backend(Protocol):
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         """A call that runs the op on `inputs`; it has run once, so compiling is over."""
 
-    def kernels(self, inputs: Inputs) -> list[str]:
+    def kernels(self, inputs: Inputs, direction: Direction) -> list[str]:
         """What runs: an implementation with the switches that select it, or the names of kernels."""
 
 
@@ -115,18 +121,22 @@ class Flashqla:
     exact: ClassVar[bool] = False
     contract: ClassVar[bool] = True
 
-    @property
-    def capturable(self) -> bool:
+    def uncapturable(self, direction: Direction) -> str | None:
+        if not self._hopper():
+            return COPIES
+        return None if direction == "fwd" else planning.GRADIENTS
+
+    def _hopper(self) -> bool:
         return _is_cuda(self.device) and torch.cuda.get_device_capability(self.device) == HOPPER
 
     def missing(self) -> str | None:
         return _no_device(self.device)
 
     def unsupported(self, case: Case, direction: Direction) -> str | None:
-        return BACKWARD if direction != "fwd" else None
+        return None
 
     def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
-        if not self.capturable:
+        if not self._hopper():
             return ()
         return _one_of_each(cases, lambda case: (_switches(case), self._plan(case)))
 
@@ -138,12 +148,16 @@ class Flashqla:
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         arguments = _arguments(inputs)
-        with strict() if self.capturable else nullcontext():  # on Hopper a fallback to PyTorch is not what is asked for
+        if direction != "fwd":
+            return _first(_differentiated(chunk_gated_delta_rule, arguments, inputs.do, inputs.dht, direction))
+        with strict() if self._hopper() else nullcontext():  # on Hopper a fallback to PyTorch is not what is asked for
             return _first(lambda: _outputs(*chunk_gated_delta_rule(**arguments)))
 
-    def kernels(self, inputs: Inputs) -> list[str]:
+    def kernels(self, inputs: Inputs, direction: Direction) -> list[str]:
         plan = explain(**_arguments(inputs))
-        return list(plan.kernels) if plan.implementation == "tilelang" else ["PyTorch chunk form in float32"]
+        if plan.implementation != "tilelang":
+            return ["PyTorch chunk form in float32"]
+        return [*plan.kernels * (direction != "bwd"), *[planning.GRADIENTS] * (direction != "fwd")]
 
 
 @dataclass(frozen=True)
@@ -154,15 +168,17 @@ class TorchChunked:
     exact: bool = False
     name: ClassVar[str] = "torch-chunked"
     hint: ClassVar[str] = "it needs PyTorch alone"
-    capturable: ClassVar[bool] = False
     compiles: ClassVar[Compiles] = "never"
     contract: ClassVar[bool] = False
+
+    def uncapturable(self, direction: Direction) -> str | None:
+        return COPIES
 
     def missing(self) -> str | None:
         return _no_device(self.device)
 
     def unsupported(self, case: Case, direction: Direction) -> str | None:
-        return BACKWARD if direction != "fwd" else None
+        return None
 
     def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
         return ()
@@ -170,9 +186,20 @@ class TorchChunked:
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         arguments = _reference_arguments(inputs)
         dtype = torch.float64 if self.exact else None
-        return _first(lambda: _outputs(*chunk_gated_delta_rule_reference(**arguments, dtype=dtype)))
+        gradients = {name: x for name, x in arguments.items() if name != "output_final_state"}
 
-    def kernels(self, inputs: Inputs) -> list[str]:
+        def call() -> Outputs:
+            forward = direction != "bwd"
+            outputs = _outputs(*chunk_gated_delta_rule_reference(**arguments, dtype=dtype)) if forward else {}
+            if direction != "fwd":
+                do = cast(Tensor, inputs.do)
+                found = chunk_gated_delta_rule_backward(**gradients, do=do, dht=inputs.dht, dtype=dtype)
+                outputs |= {name: x for name, x in zip(GRADIENTS.values(), found, strict=True) if x is not None}
+            return outputs
+
+        return _first(call)
+
+    def kernels(self, inputs: Inputs, direction: Direction) -> list[str]:
         return [f"PyTorch chunk form in {'float64' if self.exact else 'float32'}"]
 
 
@@ -183,10 +210,12 @@ class TorchRecurrent:
     device: str
     name: ClassVar[str] = "torch-recurrent"
     hint: ClassVar[str] = "it needs PyTorch alone"
-    capturable: ClassVar[bool] = False
     compiles: ClassVar[Compiles] = "never"
     exact: ClassVar[bool] = False
     contract: ClassVar[bool] = False
+
+    def uncapturable(self, direction: Direction) -> str | None:
+        return COPIES
 
     def missing(self) -> str | None:
         return _no_device(self.device)
@@ -194,16 +223,18 @@ class TorchRecurrent:
     def unsupported(self, case: Case, direction: Direction) -> str | None:
         if max(case.lengths) > RECURRENT_TOKENS:
             return f"one step per token: run up to {RECURRENT_TOKENS} tokens per sequence"
-        return BACKWARD if direction != "fwd" else None
+        return None
 
     def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
         return ()
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
-        arguments = _reference_arguments(inputs)
-        return _first(lambda: _outputs(*recurrent_gated_delta_rule(**arguments, dtype=torch.float32)))
+        arguments = _reference_arguments(inputs) | {"dtype": torch.float32}
+        if direction != "fwd":
+            return _first(_differentiated(recurrent_gated_delta_rule, arguments, inputs.do, inputs.dht, direction))
+        return _first(lambda: _outputs(*recurrent_gated_delta_rule(**arguments)))
 
-    def kernels(self, inputs: Inputs) -> list[str]:
+    def kernels(self, inputs: Inputs, direction: Direction) -> list[str]:
         return ["PyTorch recurrence in float32"]
 
 
@@ -218,16 +249,18 @@ class Fla:
     device: str
     name: ClassVar[str] = "fla"
     hint: ClassVar[str] = "pip install flash-linear-attention==0.6.0"
-    capturable: ClassVar[bool] = True
     compiles: ClassVar[Compiles] = "per head count"
     exact: ClassVar[bool] = False
     contract: ClassVar[bool] = False
+
+    def uncapturable(self, direction: Direction) -> str | None:
+        return None
 
     def missing(self) -> str | None:
         return _no_gpu(self.device) or _import_problem("fla.ops.gated_delta_rule", "FLA_FLASH_QLA=0")
 
     def unsupported(self, case: Case, direction: Direction) -> str | None:
-        return _no_case_of_a_peer(case, direction)
+        return _no_tokens(case)
 
     def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
         # Keys of its tuning hold heads and switches, and no lengths.
@@ -242,9 +275,11 @@ class Fla:
         for name in ("cu_seqlens", "cu_seqlens_cpu"):
             if arguments[name] is not None:
                 arguments[name] = arguments[name].long()
+        if direction != "fwd":
+            return _first(_differentiated(op, arguments, *_contiguous_gradients(inputs), direction))
         return _first(lambda: _outputs(*op(**arguments)))
 
-    def kernels(self, inputs: Inputs) -> list[str]:
+    def kernels(self, inputs: Inputs, direction: Direction) -> list[str]:
         return ["Triton (FLA_FLASH_QLA=0)"]
 
 
@@ -259,16 +294,20 @@ class FlashInfer:
     device: str
     name: ClassVar[str] = "flashinfer"
     hint: ClassVar[str] = "pip install 'flashinfer-python[cu13]==0.7.4'"
-    capturable: ClassVar[bool] = True
     compiles: ClassVar[Compiles] = "once"
     exact: ClassVar[bool] = False
     contract: ClassVar[bool] = False
+
+    def uncapturable(self, direction: Direction) -> str | None:
+        return None
 
     def missing(self) -> str | None:
         return _no_hopper(self.device) or _import_problem("flashinfer.gdn_prefill")
 
     def unsupported(self, case: Case, direction: Direction) -> str | None:
-        return _no_case_of_a_peer(case, direction) or _no_float32(case)
+        if direction != "fwd":
+            return "it has no backward pass"
+        return _no_tokens(case) or _no_float32(case)
 
     def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
         """Of every layout the cases with the fewest and the most value heads, between which its choices turn."""
@@ -318,7 +357,7 @@ class FlashInfer:
 
         return _first(call)
 
-    def kernels(self, inputs: Inputs) -> list[str]:
+    def kernels(self, inputs: Inputs, direction: Direction) -> list[str]:
         return ["CuTe DSL for SM90, use_cp=auto"]
 
 
@@ -329,10 +368,12 @@ class FlashQla:
     device: str
     name: ClassVar[str] = "flash-qla"
     hint: ClassVar[str] = "pip install flash-qla==0.1.3"
-    capturable: ClassVar[bool] = True
     compiles: ClassVar[Compiles] = "per head count"
     exact: ClassVar[bool] = False
     contract: ClassVar[bool] = False
+
+    def uncapturable(self, direction: Direction) -> str | None:
+        return None
 
     def missing(self) -> str | None:
         return _no_hopper(self.device) or _import_problem("flash_qla")
@@ -340,7 +381,7 @@ class FlashQla:
     def unsupported(self, case: Case, direction: Direction) -> str | None:
         if case.packed and 0 in case.lengths:
             return "its choice of context parallelism refuses empty sequences"
-        return _no_case_of_a_peer(case, direction) or _no_float32(case)
+        return _no_tokens(case) or _no_float32(case)
 
     def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
         def variant(case: Case) -> tuple[Hashable, ...]:
@@ -353,9 +394,11 @@ class FlashQla:
 
         arguments = _contiguous(_arguments(inputs))
         del arguments["cu_seqlens_cpu"]
+        if direction != "fwd":
+            return _first(_differentiated(op, arguments, *_contiguous_gradients(inputs), direction))
         return _first(lambda: _outputs(*op(**arguments)))
 
-    def kernels(self, inputs: Inputs) -> list[str]:
+    def kernels(self, inputs: Inputs, direction: Direction) -> list[str]:
         return ["TileLang, auto_cp=True"]
 
 
@@ -419,15 +462,47 @@ def _contiguous(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in arguments.items()}
 
 
+def _contiguous_gradients(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    return tuple(None if x is None else x.contiguous() for x in (inputs.do, inputs.dht))  # type: ignore[return-value]
+
+
+def _differentiated(
+    op: Callable[..., tuple[Tensor, Tensor | None]],
+    arguments: dict[str, Any],
+    do: Tensor | None,
+    dht: Tensor | None,
+    direction: Direction,
+) -> Call:
+    """A call of the backward pass of `op` through autograd, on what a forward pass saves here; or of both passes."""
+    leaves = {name: arguments[name].detach().requires_grad_() for name in GRADIENTS if arguments[name] is not None}
+
+    def forward() -> Outputs:
+        with torch.enable_grad():
+            return _outputs(*op(**(arguments | leaves)))
+
+    def backward(outputs: Outputs, again: bool) -> Outputs:
+        found = torch.autograd.grad(list(outputs.values()), list(leaves.values()), given, retain_graph=again)
+        return {GRADIENTS[name]: x for name, x in zip(leaves, found, strict=True)}
+
+    def both() -> Outputs:
+        outputs = forward()
+        gradients = backward(outputs, again=False)
+        return {name: x.detach() for name, x in outputs.items()} | gradients
+
+    saved = forward()
+    given = [x.to(y.dtype) for x, y in zip((do, dht), saved.values(), strict=False) if x is not None]
+    return both if direction == "fwd+bwd" else partial(backward, saved, again=True)
+
+
 def _outputs(o: Tensor, final_state: Tensor | None) -> Outputs:
     return {"o": o} if final_state is None else {"o": o, "final_state": final_state}
 
 
 def _first(call: Call) -> Call:
     """`call`, after it has run once to its end: what it compiles and allocates is then there."""
-    o = call()["o"]
-    if o.is_cuda:
-        torch.cuda.synchronize(o.device)
+    output = next(iter(call().values()))
+    if output.is_cuda:
+        torch.cuda.synchronize(output.device)
     return call
 
 
@@ -450,9 +525,7 @@ def _no_hopper(device: str) -> str | None:
     return reason
 
 
-def _no_case_of_a_peer(case: Case, direction: Direction) -> str | None:
-    if direction != "fwd":
-        return BACKWARD
+def _no_tokens(case: Case) -> str | None:
     return "there is no token to launch a kernel for" if case.tokens == 0 else None
 
 

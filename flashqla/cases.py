@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from flashqla.errors import ArgumentError
 
-Direction = Literal["fwd", "bwd"]
+Direction = Literal["fwd", "bwd", "fwd+bwd"]  # bwd: on what one forward pass saved
 Gate = Literal["typical", "strong", "zero", "half_zero", "mixed", "reset", "reset_inf", "tiny", "captured"]
 Keys = Literal["normal", "correlated", "norm5"]
 Beta = Literal["sigmoid", "one"]
@@ -236,19 +236,50 @@ QWEN_LENGTHS: tuple[tuple[int, ...], ...] = (
 )
 
 
-def _qwen(models: Iterable[str], lengths: Iterable[tuple[int, ...]]) -> tuple[Case, ...]:
+def _rows(heads: dict[str, tuple[int, int]], lengths: Iterable[tuple[int, ...]]) -> tuple[Case, ...]:
     return tuple(
-        Case(*QWEN_HEADS[model], lens, model=model, batch=len(lens) == 1) for model in models for lens in tuple(lengths)
+        Case(*pair, lens, model=model, batch=len(lens) == 1) for model, pair in heads.items() for lens in tuple(lengths)
     )
 
 
 def _sweep() -> tuple[Case, ...]:
-    return _qwen(QWEN_HEADS, QWEN_LENGTHS)
+    return _rows(QWEN_HEADS, QWEN_LENGTHS)
 
 
 def _cpu() -> tuple[Case, ...]:
-    models = ("397B/122B TP8", "397B/122B TP4", "27B TP2", "2B/0.8B TP1")
-    return _qwen(models, ((1024,), (512,), (768, 256), (256,) * 4))
+    heads = {model: QWEN_HEADS[model] for model in ("397B/122B TP8", "397B/122B TP4", "27B TP2", "2B/0.8B TP1")}
+    return _rows(heads, ((1024,), (512,), (768, 256), (256,) * 4))
+
+
+# The head counts and lengths of the backward table that flash-qla publishes, and two more head counts. Each total is
+# cut at random places: those that its seed 42 gives.
+BACKWARD_HEADS = {
+    "35B/9B/4B TP1": (16, 32),
+    "35B/9B/4B TP2": (8, 16),
+    "35B/9B/4B TP4": (4, 8),
+    "35B/9B/4B TP8": (2, 4),
+    "397B/122B TP1": (16, 64),
+    "27B TP1": (16, 48),
+}
+BACKWARD_LENGTHS: tuple[tuple[int, ...], ...] = (
+    (8192,),
+    (7053, 1139),
+    (5809, 1244, 406, 733),
+    (161, 1928, 3157, 563, 1244, 229, 177, 733),
+    (32768,),
+    (7212, 25556),
+    (7212, 7072, 13725, 4759),
+    (3274, 1029, 2909, 5061, 2011, 3793, 9932, 4759),
+)
+
+
+def _bwd() -> tuple[Case, ...]:
+    return _rows(BACKWARD_HEADS, BACKWARD_LENGTHS)
+
+
+def _cpu_bwd() -> tuple[Case, ...]:
+    heads = {model: BACKWARD_HEADS[model] for model in ("35B/9B/4B TP4", "35B/9B/4B TP8")}
+    return _rows(heads, ((256,), (128,), (161, 95), (64,) * 4))
 
 
 def _smoke() -> tuple[Case, ...]:
@@ -342,6 +373,8 @@ SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {
     "hard": _hard,  # inputs that have broken kernels
     "sweep": _sweep,  # every Qwen head count and length, to verify
     "qwen": _sweep,  # the same rows, to time
+    "bwd": _bwd,  # rows of the backward table, to time
     "cpu": _cpu,  # a small Qwen suite for timing without a GPU
+    "cpu_bwd": _cpu_bwd,  # the same for the backward pass
     "cpu_hard": _cpu_hard,  # the hard cases at sizes for a CPU
 }

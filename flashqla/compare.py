@@ -70,7 +70,7 @@ def compare(old: Run, new: Run, thresholds: Thresholds | None = None, allow: Col
     Raises ArgumentError for a bench run against a verify run, and UnsupportedError when rows were timed under other
     conditions that `allow` does not name.
     """
-    if _command(old) != _command(new):
+    if old.kind != new.kind:
         raise ArgumentError("these runs are of different commands", given=f"{_command(old)} against {_command(new)}")
     thresholds = thresholds or Thresholds()
     before, after = _rows(old), _rows(new)
@@ -112,7 +112,7 @@ Key = tuple[str, str, str]  # case id, backend, direction
 
 
 def _command(run: Run) -> str:
-    return run.kind.partition("-")[0]
+    return run.kind.replace("-", " ")
 
 
 def _rows(run: Run) -> dict[Key, Record]:
@@ -279,7 +279,7 @@ def calibrate(runs: Sequence[Run]) -> Thresholds:
     builds = dict.fromkeys(
         f"{_command(run)} of {run.environment.flashqla} ({run.environment.kernel_fingerprint})" for run in runs
     )
-    if len(runs) < 2 or len(builds) > 1 or _command(runs[0]) != "bench":
+    if len(runs) < 2 or len(builds) > 1 or not runs[0].kind.startswith("bench"):
         raise ArgumentError(
             "calibration takes two or more bench runs of one build", given=f"{len(runs)}: {', '.join(builds)}"
         )

@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -44,13 +44,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Clocks:
-    """One reading. `throttle` holds the reasons for which the driver lowers the clocks, idling left out."""
+    """One reading. `throttle` holds the reasons for which the driver lowers the clocks, idling left out.
+
+    What cannot be read is None.
+    """
 
     sm_mhz: int | None
     mem_mhz: int | None
     power_w: float | None
     temperature_c: int | None
-    throttle: list[str]
+    throttle: list[str] | None
 
 
 @dataclass(frozen=True)
@@ -114,27 +117,32 @@ def gpu(index: int = 0) -> Gpu | None:
         )
 
 
-def clocks(index: int = 0) -> Clocks | None:
-    """Clocks, power and temperature of GPU `index` now; None without NVML. Never changes a setting."""
+@contextmanager
+def meter(index: int = 0) -> Iterator[Callable[[], Clocks | None]]:
+    """What reads clocks, power and temperature of GPU `index` when it is called, and gives None without NVML.
+
+    NVML stays open meanwhile, because opening it takes longer than a reading. Never changes a setting.
+    """
     with _nvml(index) as (nvml, handle):
-        if handle is None:
+        yield lambda: None if handle is None else _clocks(nvml, handle)
+
+
+def _clocks(nvml: Any, handle: Any) -> Clocks:
+    def read(function: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, function)(handle, *arguments)
+        except (nvml.NVMLError, AttributeError):
             return None
 
-        def read(function: str, *arguments: Any) -> Any:
-            try:
-                return getattr(nvml, function)(handle, *arguments)
-            except (nvml.NVMLError, AttributeError):
-                return None
-
-        power = read("nvmlDeviceGetPowerUsage")  # milliwatts
-        reasons = read("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
-        return Clocks(
-            sm_mhz=read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            mem_mhz=read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-            power_w=None if power is None else power / 1000,
-            temperature_c=read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-            throttle=[name for bit, name in _THROTTLE.items() if reasons & bit],
-        )
+    power = read("nvmlDeviceGetPowerUsage")  # milliwatts
+    reasons = read("nvmlDeviceGetCurrentClocksThrottleReasons")
+    return Clocks(
+        sm_mhz=read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        mem_mhz=read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        power_w=None if power is None else power / 1000,
+        temperature_c=read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        throttle=None if reasons is None else [name for bit, name in _THROTTLE.items() if reasons & bit],
+    )
 
 
 # Bits of nvmlClocksEventReasons; "idle" and "application clocks setting" slow nothing down that runs.

@@ -4,7 +4,8 @@ q and k are drawn per token and head, normalised to length 1 unless the case say
 normal. `mixed` gates are those of the published benchmark: every fourth value head does not decay at all, the others
 decay by logsigmoid(normal) / 16.
 
-Captured inputs are not drawn, but read from the file that their case names.
+Captured inputs are not drawn, but read from the file that their case names. Gradients of results, which a backward pass
+starts from, are drawn for all.
 
 The same case, seed and kind of device give the same tensors. Small cases are drawn on the CPU, so that they are the
 same on every device.
@@ -20,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from flashqla import captures
-from flashqla.cases import Case
+from flashqla.cases import Case, Direction
 from flashqla.errors import ArgumentError
 
 HEAD_DIM = 128
@@ -28,6 +29,10 @@ LARGE = 2**22  # elements of v from which drawing on the CPU takes longer than t
 RESET_TOKEN = 37  # inside a chunk, and off every boundary of 8
 UNGATED_EVERY = 4  # mixed: value heads 3, 7, 11, ... do not decay
 TINY_GATE = math.log(1e-12)
+GRADIENT_SEEDS = 2**31  # added to a seed: generators on the CPU take 32 bits, of which small seeds leave this one free
+# Of arguments, by which a backward pass gives them.
+GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta", "initial_state": "dh0"}
+STATE_GRADIENT = 0.125  # gradients of final states, beside those of o; as in the published benchmark
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Inputs:
     cu_seqlens_cpu: Tensor | None
     scale: float
     case: Case
+    do: Tensor | None = None  # gradient of o, shaped as v, in its dtype; for a backward pass
+    dht: Tensor | None = None  # gradient of the final state in float32, where the case has one
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors a call may read, by argument name."""
@@ -60,17 +67,21 @@ class Inputs:
             "beta": self.beta,
             "initial_state": self.initial_state,
             "cu_seqlens": self.cu_seqlens,
+            "do": self.do,
+            "dht": self.dht,
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def make(case: Case, seed: int, device: str) -> Inputs:
-    """Draw the inputs of a case, or read them where they were captured."""
-    if case.file:
-        return _captured(case, device)
+def make(case: Case, seed: int, device: str, direction: Direction = "fwd") -> Inputs:
+    """Draw the inputs of a case, or read them where they were captured; with gradients of its results for "bwd"."""
+    inputs = _captured(case, device) if case.file else _drawn(case, seed, device)
+    return inputs if direction == "fwd" else _with_gradients(inputs, seed, device)
+
+
+def _drawn(case: Case, seed: int, device: str) -> Inputs:
     batch, tokens = (len(case.lengths), case.lengths[0]) if case.batch else (1, case.tokens + case.tail)
-    large = batch * tokens * case.hv * HEAD_DIM >= LARGE
-    draw = _Draw(seed, device if large else "cpu")
+    draw = _Draw(seed, _drawn_on(device, batch, tokens, case.hv))
 
     q = _rows(draw.normal("q", batch, tokens, case.hk, HEAD_DIM), case)
     if case.keys == "correlated":
@@ -106,12 +117,34 @@ def make(case: Case, seed: int, device: str) -> Inputs:
     )
 
 
+def _drawn_on(device: str, batch: int, tokens: int, hv: int) -> str:
+    return device if batch * tokens * hv * HEAD_DIM >= LARGE else "cpu"
+
+
+def _with_gradients(inputs: Inputs, seed: int, device: str) -> Inputs:
+    """With do, NaN past the last offset, and laid out head by head where the case is strided; and dht."""
+    case, (batch, tokens, *_) = inputs.case, inputs.v.shape
+    draw = _Draw(GRADIENT_SEEDS + seed, _drawn_on(device, batch, tokens, case.hv))
+    do = draw.normal("v", *inputs.v.shape).to(device, inputs.v.dtype)
+    if case.packed:
+        do[:, case.tokens :] = torch.nan
+    if case.strided:
+        do = do.transpose(1, 2).contiguous().transpose(1, 2)
+    dht = None
+    if case.final_state:
+        dht = STATE_GRADIENT * draw.normal("initial_state", len(case.lengths), case.hv, HEAD_DIM, HEAD_DIM).to(device)
+    return replace(inputs, do=do, dht=dht)
+
+
 def take_heads(inputs: Inputs, heads: Sequence[int]) -> Inputs:
     """The same problem for some value heads only, each with a key head of its own."""
     case = inputs.case
     v_heads = torch.tensor(heads, device=inputs.v.device)
     k_heads = v_heads // (case.hv // case.hk)
-    state = inputs.initial_state
+
+    def states(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.index_select(1, v_heads)
+
     return replace(
         inputs,
         q=inputs.q.index_select(2, k_heads),
@@ -119,7 +152,9 @@ def take_heads(inputs: Inputs, heads: Sequence[int]) -> Inputs:
         v=inputs.v.index_select(2, v_heads),
         g=inputs.g.index_select(2, v_heads),
         beta=inputs.beta.index_select(2, v_heads),
-        initial_state=None if state is None else state.index_select(1, v_heads),
+        initial_state=states(inputs.initial_state),
+        do=None if inputs.do is None else inputs.do.index_select(2, v_heads),
+        dht=states(inputs.dht),
         case=replace(case, hk=len(heads), hv=len(heads)),
     )
 

@@ -8,6 +8,9 @@ launched between the events instead, behind a device-side wait as long as its ow
 
 `call_ms` is another quantity: an eager call from an idle device to its end, with the host's work in it.
 
+Beside the time stand the peak memory of a call that is not timed, and the clocks: after its samples each call runs for
+a few milliseconds more, which nothing times, and meanwhile they are read.
+
 On the CPU a sample is the wall time of one call.
 """
 
@@ -18,7 +21,8 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -39,7 +43,10 @@ Clock = Literal["graph", "events", "wall"]
 MIN_SAMPLES_FOR_IQR = 5
 MIN_ROUNDS = 3
 WARM_REPLAYS = 2
+READING_MS = 2.0  # of work for the device while its clocks are read; NVML answers within a millisecond
+READING_LAUNCHES = 50  # at most
 CALL_REPEATS = 5
+CALL_BUDGET_MS = 1000.0  # no further repeat of a call once they took so long
 FLUSH_BYTES = 256 * 2**20  # at least; 4 times the L2 where that is more
 SPIN_CYCLES_PER_MS = 2_000_000  # H200 at its highest clock, 1980 MHz: waits a little long at lower ones
 
@@ -60,16 +67,12 @@ class Reading:
 
     timing: Timing | None = None
     outputs: Any = None  # of the last timed call
+    clocks: Clocks | None = None  # of the device while it ran this call
+    peak_bytes: int | None = None  # that a call allocates on the device, above its inputs
     kernels: tuple[str, ...] = ()  # names in the captured graph, in order, each once
     note: str | None = None  # why the clock is not the one asked for
     error: Exception | None = None
     owner: Any = None  # the graph whose memory holds the outputs
-
-
-@dataclass(frozen=True)
-class Readings:
-    by_name: dict[str, Reading]
-    clocks: Clocks | None  # read while the device was busy with the last samples
 
 
 def interleaved(
@@ -77,18 +80,40 @@ def interleaved(
     config: Config,
     device: str,
     *,
-    uncapturable: Collection[str] = (),
+    uncapturable: Mapping[str, str] | None = None,
     turn: Turn = lambda name: None,
-) -> Readings:
+) -> dict[str, Reading]:
     """Time calls that have run at least once before, so that nothing compiles here.
 
-    A call that fails gets a Reading with its error, and the others go on. `uncapturable`: names of calls that copy from
-    the device while they run; those are not put into a graph. `turn` is told, outside of what is timed, which call
-    comes next, or is waited for.
+    A call that fails gets a Reading with its error, and the others go on. `uncapturable`: calls that no graph can hold,
+    and why. `turn` is told, outside of what is timed, which call comes next, or is waited for.
     """
     if torch.device(device).type == "cuda":
-        return _on_gpu(calls, config, torch.device(device), uncapturable, turn)
+        return _on_gpu(calls, config, torch.device(device), uncapturable or {}, turn)
     return _on_cpu(calls, config, turn)
+
+
+@contextmanager
+def side_stream(device: str) -> Iterator[None]:
+    """A stream of its own for what is prepared and measured inside; nothing on the CPU.
+
+    Autograd runs a backward pass on the stream of its forward pass, and the default stream cannot be captured.
+    """
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Device memory that tensors take now; None on the CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def summary(samples: list[float], *, call_ms: float | None, l2: L2, clock: Clock) -> Timing:
@@ -124,7 +149,7 @@ def in_turn(names: Sequence[str], turn: int) -> list[str]:
 # --- CPU ---
 
 
-def _on_cpu(calls: Mapping[str, Call], config: Config, turn: Turn) -> Readings:
+def _on_cpu(calls: Mapping[str, Call], config: Config, turn: Turn) -> dict[str, Reading]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     outputs: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
@@ -139,7 +164,7 @@ def _on_cpu(calls: Mapping[str, Call], config: Config, turn: Turn) -> Readings:
                 samples[name].append(elapsed)
             except Exception as error:  # any backend's failure is a row, not the end of the run
                 errors[name] = error
-    readings = {
+    return {
         name: Reading(error=errors[name])
         if name in errors
         else Reading(
@@ -147,7 +172,6 @@ def _on_cpu(calls: Mapping[str, Call], config: Config, turn: Turn) -> Readings:
         )
         for name, taken in samples.items()
     }
-    return Readings(readings, clocks=None)
 
 
 def _wall_ms(call: Call) -> tuple[float, Any]:
@@ -166,26 +190,28 @@ class _Sampler:
     launch: Call
     clock: Clock
     call_ms: float
+    peak_bytes: int
     outputs: Any
     graph: Any = None
     kernels: tuple[str, ...] = ()
     note: str | None = None
+    clocks: Clocks | None = None
     events: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 def _on_gpu(
-    calls: Mapping[str, Call], config: Config, device: torch.device, uncapturable: Collection[str], turn: Turn
-) -> Readings:
+    calls: Mapping[str, Call], config: Config, device: torch.device, uncapturable: Mapping[str, str], turn: Turn
+) -> dict[str, Reading]:
     errors: dict[str, Exception] = {}
     samplers: dict[str, _Sampler] = {}
     cold = config.l2 == "cold"
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), machine.meter(torch.cuda.current_device()) as meter:
         for name, call in calls.items():
             turn(name)
             try:
                 samplers[name] = _sampler(call, cold, capture=config.graph and name not in uncapturable)
                 if name in uncapturable:
-                    samplers[name].note = "it copies from the device while it runs, so no graph holds it"
+                    samplers[name].note = f"no CUDA graph: {uncapturable[name]}"
             except Exception as error:  # any backend's failure is a row, not the end of the run
                 errors[name] = error
         taken: list[tuple[str, Any]] = []
@@ -193,15 +219,16 @@ def _on_gpu(
             for name in in_turn(list(samplers), number):
                 turn(name)
                 taken.append((name, _sample(samplers[name], cold)))
-        # Before the host waits: the device is then still busy with samples, and its clocks are those of the samples.
-        clocks = machine.clocks(torch.cuda.current_device())
         for name, end in taken:
             turn(name)
             end.synchronize()
+        for name, sampler in samplers.items():
+            turn(name)
+            sampler.clocks = _clocks(sampler, meter)
 
     readings = {name: Reading(error=error) for name, error in errors.items()}
     readings |= {name: _reading(sampler, config) for name, sampler in samplers.items()}
-    return Readings({name: readings[name] for name in calls}, clocks)
+    return {name: readings[name] for name in calls}
 
 
 def _reading(sampler: _Sampler, config: Config) -> Reading:
@@ -210,10 +237,19 @@ def _reading(sampler: _Sampler, config: Config) -> Reading:
         timing = summary(samples, call_ms=sampler.call_ms, l2=config.l2, clock=sampler.clock)
     except FlashqlaError as error:
         return Reading(error=error)
-    return Reading(timing, sampler.outputs, sampler.kernels, sampler.note, owner=sampler.graph)
+    return Reading(
+        timing,
+        sampler.outputs,
+        sampler.clocks,
+        sampler.peak_bytes,
+        sampler.kernels,
+        sampler.note,
+        owner=sampler.graph,
+    )
 
 
 def _sampler(call: Call, cold: bool, *, capture: bool) -> _Sampler:
+    peak_bytes = _peak_bytes(call)
     call_ms = _eager_ms(call, cold)
     if capture:
         try:
@@ -221,12 +257,12 @@ def _sampler(call: Call, cold: bool, *, capture: bool) -> _Sampler:
         except Exception as error:  # a call that synchronises cannot be captured, whatever it raises
             torch.cuda.synchronize()
             note = f"no CUDA graph: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            return _Sampler(call, "events", call_ms, call(), note=note)
+            return _Sampler(call, "events", call_ms, peak_bytes, call(), note=note)
         for _ in range(WARM_REPLAYS):
             graph.replay()
         torch.cuda.synchronize()
-        return _Sampler(graph.replay, "graph", call_ms, outputs, graph, kernels)
-    return _Sampler(call, "events", call_ms, call())
+        return _Sampler(graph.replay, "graph", call_ms, peak_bytes, outputs, graph, kernels)
+    return _Sampler(call, "events", call_ms, peak_bytes, call())
 
 
 def _sample(sampler: _Sampler, cold: bool) -> Any:
@@ -247,9 +283,40 @@ def _sample(sampler: _Sampler, cold: bool) -> Any:
     return end
 
 
+def _clocks(sampler: _Sampler, read: Callable[[], Clocks | None]) -> Clocks | None:
+    """Clocks while the device runs a call on, after its samples. Nothing of this is timed."""
+    begin, end = sampler.events[-1]
+    each_ms = sampler.call_ms if sampler.clock == "events" else begin.elapsed_time(end)
+    for _ in range(min(READING_LAUNCHES, math.ceil(READING_MS / max(each_ms, 1e-3)))):
+        sampler.launch()
+    clocks = read()
+    torch.cuda.synchronize()
+    return clocks
+
+
+def _peak_bytes(call: Call) -> int:
+    """Device memory that a call allocates at its peak.
+
+    An output counts wherever it lies: some backends write it to memory that they keep from call to call.
+    """
+    first = call()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    second = call()
+    peak = torch.cuda.max_memory_allocated() - before
+    kept = _storages(first).keys()
+    return peak + sum(size for address, size in _storages(second).items() if address in kept)
+
+
+def _storages(outputs: Any) -> dict[int, int]:
+    """Address and bytes of the memory of each tensor."""
+    tensors = outputs.values() if isinstance(outputs, Mapping) else [outputs]
+    storages = [x.untyped_storage() for x in tensors if isinstance(x, torch.Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
 def _eager_ms(call: Call, cold: bool) -> float:
-    """Median wall time of a call from an idle device to its end, in ms."""
-    call()
+    """Median wall time of a call from an idle device to its end, in ms. It has run before."""
     taken = []
     for _ in range(CALL_REPEATS):
         if cold:
@@ -259,6 +326,8 @@ def _eager_ms(call: Call, cold: bool) -> float:
         call()
         torch.cuda.synchronize()
         taken.append(1000 * (time.perf_counter() - begin))
+        if sum(taken) > CALL_BUDGET_MS:
+            break
     return statistics.median(taken)
 
 
@@ -269,8 +338,10 @@ def _capture(call: Call) -> tuple[Any, Any, tuple[str, ...]]:
     """
     graph = torch.cuda.CUDAGraph()
     graph.enable_debug_mode()  # keeps the graph after capture, so that its kernels can be named
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream = torch.cuda.current_stream()
+    if stream == torch.cuda.default_stream():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
     collecting = gc.isenabled()
     gc.disable()  # collecting another graph during a capture would break the capture
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flashqla import records
 from flashqla.errors import EnvironmentProblem, RecordError
 from flashqla.records import Record, Run
-from flashqla.tables import blocks, columns, reached, speedups
+from flashqla.tables import blocks, columns, reached, right_ms, speedups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -144,14 +144,11 @@ class _Points:
 def latency(run: Run, paint: Paint) -> "Figure | None":
     """Time over tokens, both on log scales: a panel per head count, a line per backend, and the floor."""
 
-    def time(record: Record) -> float | None:
-        return record.timing.gpu_ms if record.timing and reached(record, None) else None
-
     def least(record: Record) -> float | None:
         found = reached(record, run.environment.gpu)
         return found.floor_ms if found else None
 
-    return _panels(run, paint, time, "ms", least=least)
+    return _panels(run, paint, right_ms, "ms", least=least)
 
 
 def floor(run: Run, paint: Paint) -> "Figure | None":
@@ -336,7 +333,8 @@ def _errors(
         found = {name: record.errors[output].rel_l2 for name, record in row.items() if output in record.errors}
         errors = {name: error for name, error in found.items() if error}
         if errors:
-            cases.append((row[names[0]].bound if names[0] in row else None, errors))
+            ours = row.get(names[0])
+            cases.append((ours.bounds.get(output, ours.bound) if ours else None, errors))
     return sorted(cases, key=lambda case: case[1].get(names[0], math.inf))
 
 

@@ -25,7 +25,7 @@ SCHEMA_VERSION: Final = 1
 
 Status = Literal["ok", "missing", "unsupported", "oom", "timeout", "failed", "interrupted"]
 SETTLED: Final = frozenset({"ok", "missing", "unsupported"})  # running it again would give the same status
-Kind = Literal["bench-fwd", "verify-fwd"]
+Kind = Literal["bench-fwd", "bench-bwd", "bench-fwd+bwd", "verify-fwd", "verify-bwd"]
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # a time of 0 or less is a broken clock
 
@@ -90,13 +90,18 @@ class Record(_Model):
     reason: str | None = None  # why the status is not ok
     hint: str | None = None  # what to do about it
     timing: Timing | None = None
-    errors: dict[str, TensorErrors] = {}  # per output: "o", "final_state"
-    bound: Finite = None  # allowed relative L2 error
+    errors: dict[str, TensorErrors] = {}  # per output: "o", "final_state", "dq" and so on
+    bound: Finite = None  # allowed relative L2 error, of the output that comes nearest to its own
+    bounds: dict[str, float] = {}  # of every output
     passed: bool | None = None  # errors within the bound
-    deterministic: bool | None = None  # bitwise equal from run to run
+    runs: int | None = None  # calls of the backend that were compared bit by bit
+    deterministic: bool | None = None  # these were equal
     kernels: list[str] = []  # names of the kernels that ran, or of the implementation
     compile_s: float | None = None
-    clocks: Clocks | None = None
+    clocks: Clocks | None = None  # read right behind the samples, while the device ran this backend's call
+    # Device memory that a call allocates at its peak, above its inputs, as PyTorch's allocator counts it.
+    peak_bytes: Annotated[int, Field(ge=0)] | None = None
+    saved_bytes: Annotated[int, Field(ge=0)] | None = None  # that a forward pass left for a backward pass, outputs too
     seed: int
     session: AwareDatetime | None = None  # start of the run that measured it, where that was resumed by this one
 

@@ -155,7 +155,11 @@ def _section(run: Run, drawn: Mapping[str, str]) -> Section:
 
 
 def _page(run: Run) -> Page:
-    return page(run) if run.kind.startswith("verify") else bench_page(run, roofline=True)
+    if run.kind.startswith("verify"):
+        return page(run)
+    return bench_page(
+        run, roofline=run.kind == "bench-fwd", memory=any(record.peak_bytes is not None for record in run.records)
+    )
 
 
 def _title(run: Run) -> str:
@@ -186,8 +190,9 @@ def _percents(run: Run, records: Sequence[Record]) -> list[float]:
 
 
 def _means(run: Run) -> list[Table]:
-    """A row per head count: the geometric mean of each ratio, and the median percent of the floor."""
+    """A row per head count: geometric means of the ratios, and of a forward pass the median percent of the floor."""
     ours, *peers = columns(run)
+    floor = run.kind == "bench-fwd"
     if run.kind.startswith("verify") or not run.records:
         return []
     rows = []
@@ -196,8 +201,8 @@ def _means(run: Run) -> list[Table]:
         found = {name: [row[name] for row in ratios if name in row] for name in peers}
         percents = _percents(run, [row[ours] for row in block if ours in row])
         means = [f"{geometric_mean(values):.2f}x" if values else "-" for values in found.values()]
-        rows.append([title, str(len(block)), *means, f"{median(percents):.0f}%" if percents else "-"])
-    head = ["heads", "rows", *(f"speed / {name}" for name in peers), "of floor, median"]
+        rows.append([title, str(len(block)), *means, *[f"{median(percents):.0f}%" if percents else "-"] * floor])
+    head = ["heads", "rows", *(f"speed / {name}" for name in peers), *["of floor, median"] * floor]
     return [Table([head], rows)]
 
 
@@ -215,7 +220,7 @@ def _troubles(run: Run) -> list[Trouble]:
 
 
 def _complaints(record: Record) -> list[str]:
-    throttle = record.clocks.throttle if record.clocks else []
+    throttle = (record.clocks.throttle if record.clocks else None) or []
     return [
         *[record.status] * (record.status != "ok"),
         *["wrong result"] * (record.status == "ok" and record.passed is False),

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -19,7 +19,7 @@ import torch
 from flashqla import accuracy, measure
 from flashqla import inputs as drawing
 from flashqla.backends import Backend, Call
-from flashqla.cases import Case
+from flashqla.cases import Case, Direction
 from flashqla.device import PEERS, Clocks
 from flashqla.errors import UnsupportedError
 from flashqla.inputs import Inputs
@@ -42,7 +42,9 @@ class Job:
     backends: tuple[Backend, ...]
     device: str
     seed: int
-    config: measure.Config
+    config: measure.Config  # of bench
+    runs: int  # of verify: calls that must give the same bits
+    direction: Direction
     compile_ahead: bool
 
 
@@ -53,6 +55,7 @@ class Row:
     case: Case
     backend: Backend
     command: Command
+    direction: Direction
     seed: int
     status: Status | None = None  # None until something decides it
     reason: str | None = None
@@ -61,18 +64,22 @@ class Row:
     errors: dict[str, TensorErrors] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     bound: float | None = None
+    bounds: dict[str, float] = field(default_factory=dict)
     passed: bool | None = None
+    runs: int | None = None
     deterministic: bool | None = None
     kernels: list[str] = field(default_factory=list)
     compile_s: float | None = None
     clocks: Clocks | None = None
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None
     broke_gpu: bool = False  # its error may have come from the device, and ended the CUDA context for all
 
     def able(self) -> bool:
         """Whether the backend can run the case here; if not, the status is decided."""
         if reason := self.backend.missing():
             self.status, self.reason, self.hint = "missing", reason, self.backend.hint
-        elif reason := self.backend.unsupported(self.case, "fwd"):
+        elif reason := self.backend.unsupported(self.case, self.direction):
             self.refuse(reason)
         return self.status is None
 
@@ -80,10 +87,13 @@ class Row:
         """The call to measure or check, or None with the status decided."""
         watch.compiling(self.backend.name, f"compiling {self.backend.name} for {self.case.id}")
         begin = time.perf_counter()
+        before = measure.allocated_bytes(inputs.v.device)
         try:
-            call = self.backend.prepare(inputs, "fwd")
+            call = self.backend.prepare(inputs, self.direction)
             self.compile_s = time.perf_counter() - begin
-            self.kernels = self.backend.kernels(inputs)
+            self.kernels = self.backend.kernels(inputs, self.direction)
+            if before is not None and self.direction == "bwd":
+                self.saved_bytes = max(0, (measure.allocated_bytes(inputs.v.device) or 0) - before)
         except Exception as error:  # any backend's failure is a row, not the end of the run
             self.fail(error)
             return None
@@ -91,16 +101,19 @@ class Row:
             watch.running(None, self.case.id)
         return call
 
-    def compare(self, call: Call, right: accuracy.Truth, inputs: Inputs, before: Mapping[str, torch.Tensor]) -> None:
-        """Run twice on poisoned memory, and note errors and broken promises."""
+    def compare(
+        self, call: Call, right: accuracy.Truth, inputs: Inputs, before: Mapping[str, torch.Tensor], runs: int
+    ) -> None:
+        """Run on poisoned memory, `runs` times, and note errors and broken promises."""
         if inputs.v.is_cuda:
             _poison()
         first = accuracy.snapshot(call())
-        self.deterministic = accuracy.same(first, call())
-        self.errors = accuracy.errors(first, right.outputs, self.case.tokens)
-        self.problems = accuracy.contract(first, inputs) if self.backend.contract else []
-        if not self.deterministic:
-            self.problems.append("two runs differ")
+        other = next((number for number in range(2, runs + 1) if not accuracy.same(first, call())), None)
+        self.runs, self.deterministic = other or runs, other is None
+        self.errors = accuracy.errors(accuracy.shown(first, inputs, self.direction), right.outputs, self.case.tokens)
+        self.problems = accuracy.contract(first, inputs, self.direction) if self.backend.contract else []
+        if other:
+            self.problems.append(f"run {other} differs from the first")
         tensors = inputs.tensors()
         if not accuracy.same(before, tensors):
             self.problems.append("it changed its inputs")
@@ -129,7 +142,7 @@ class Row:
         return Record.of(
             self.case,
             backend=self.backend.name,
-            direction="fwd",
+            direction=self.direction,
             command=self.command,
             status=self.status or "interrupted",
             seed=self.seed,
@@ -138,16 +151,20 @@ class Row:
             timing=self.timing,
             errors=self.errors,
             bound=self.bound,
+            bounds=self.bounds,
             passed=self.passed,
+            runs=self.runs,
             deterministic=self.deterministic,
             kernels=list(dict.fromkeys(self.kernels)),
             compile_s=self.compile_s,
             clocks=self.clocks,
+            peak_bytes=self.peak_bytes,
+            saved_bytes=self.saved_bytes,
         )
 
 
 def rows_of(job: Job, case: Case, names: Sequence[str]) -> dict[str, Row]:
-    return {b.name: Row(case, b, job.command, job.seed) for b in job.backends if b.name in names}
+    return {b.name: Row(case, b, job.command, job.direction, job.seed) for b in job.backends if b.name in names}
 
 
 def decide(
@@ -214,47 +231,50 @@ def _lost_gpu(rows: Mapping[str, Row]) -> str | None:
 
 
 def _bench_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Record], watch: Watch) -> None:
-    inputs = drawing.make(case, job.seed, job.device)
+    inputs = drawing.make(case, job.seed, job.device, job.direction)
     before = accuracy.snapshot(inputs.tensors())
-    calls = {name: call for name, row in rows.items() if (call := row.prepare(inputs, watch))}
-    uncapturable = [name for name, row in rows.items() if not row.backend.capturable]
-    readings = measure.interleaved(calls, job.config, job.device, uncapturable=uncapturable, turn=watch.running)
+    uncapturable = {name: why for name, row in rows.items() if (why := row.backend.uncapturable(job.direction))}
+    with measure.side_stream(job.device) if job.direction != "fwd" else nullcontext():
+        calls = {name: call for name, row in rows.items() if (call := row.prepare(inputs, watch))}
+        readings = measure.interleaved(calls, job.config, job.device, uncapturable=uncapturable, turn=watch.running)
     watch.running(None)
-    heads = accuracy.some_heads(inputs)
-    right = accuracy.quick_truth(inputs, heads) if calls else {}
+    heads = accuracy.some_heads(inputs, job.direction)
+    right = accuracy.quick_truth(inputs, heads, job.direction) if calls else {}
+    allowed = {name: accuracy.GRADIENT_CHECK if name.startswith("d") else accuracy.CHECK for name in right}
     unstable = accuracy.instability(inputs)
     changed = None if accuracy.same(before, inputs.tensors()) else "a backend of this row changed the inputs"
-    for name, reading in readings.by_name.items():
+    for name, reading in readings.items():
         row = rows[name]
         if reading.error is not None:
             row.fail(reading.error)
             continue
-        row.timing, row.clocks = reading.timing, readings.clocks
+        row.timing, row.clocks, row.peak_bytes = reading.timing, reading.clocks, reading.peak_bytes
         row.kernels += reading.kernels
         row.note(reading.note)
         row.note(unstable)
-        row.bound = accuracy.CHECK
         try:
-            row.errors = accuracy.errors(accuracy.heads_of(reading.outputs, heads), right, case.tokens)
+            found = accuracy.heads_of(reading.outputs, heads, case.hv // case.hk)
+            row.errors = accuracy.errors(found, right, case.tokens)
         except (KeyError, ValueError) as error:
             row.judge(False, f"wrong result: {error}")
             continue
-        good = not changed and accuracy.within(row.errors, dict.fromkeys(right, accuracy.CHECK))
+        row.bound, row.bounds = accuracy.nearest(row.errors, allowed), allowed
+        good = not changed and accuracy.within(row.errors, allowed)
         row.judge(None if unstable else good, None if good or unstable else changed or "wrong result")
 
 
 def _verify_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Record], watch: Watch) -> None:
     with _one_thread():
-        inputs = drawing.make(case, job.seed, job.device)
+        inputs = drawing.make(case, job.seed, job.device, job.direction)
         before = accuracy.snapshot(inputs.tensors())
-        right = accuracy.truth(inputs)
+        right = accuracy.truth(inputs, job.direction)
         for name, row in rows.items():
             if row.backend.exact and not right.recurrence:
                 row.refuse(f"{max(case.lengths)} tokens in a sequence are too many for the recurrence to prove it by")
             elif call := row.prepare(inputs, watch):
                 try:
                     watch.running(name)
-                    row.compare(call, right, inputs, before)
+                    row.compare(call, right, inputs, before, job.runs)
                 except Exception as error:  # any backend's failure is a row, not the end of the run
                     row.fail(error)
         watch.running(None)
@@ -266,11 +286,15 @@ def _verify_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Rec
         for name, row in compared.items():
             if row.backend.exact:
                 allowed = dict.fromkeys(right.outputs, accuracy.EXACT)
-            else:
+            elif job.direction == "fwd":
                 allowed = accuracy.bounds(row.errors, [] if name in PEERS else peers, reference)
-            row.bound = accuracy.nearest(row.errors, allowed)
+            else:
+                others = [] if name in PEERS else peers
+                allowed = accuracy.gradient_bounds(row.errors, others, accuracy.strong_gates(inputs))
+            row.bound, row.bounds = accuracy.nearest(row.errors, allowed), allowed
             if not accuracy.within(row.errors, allowed) and not right.unstable:
-                row.problems.insert(0, f"off the {right.name}")
+                off = "" if job.direction == "fwd" else f"{', '.join(accuracy.beyond(row.errors, allowed))} "
+                row.problems.insert(0, f"{off}off the {right.name}")
             row.note(right.unstable)
             row.note(None if right.recurrence else f"truth: {right.name}")
             row.judge(None if right.unstable and not row.problems else not row.problems, "; ".join(row.problems))

@@ -24,7 +24,7 @@ import torch
 from flashqla import inputs as drawing
 from flashqla import measure
 from flashqla.backends import Backend, create
-from flashqla.cases import Case
+from flashqla.cases import Case, Direction
 from flashqla.errors import EnvironmentProblem
 from flashqla.records import Record
 from flashqla.rows import Job, decide, first_line, free_memory, rows_of, stdout_is_stderr
@@ -45,6 +45,7 @@ def bench(
     device: str,
     sink: Sink,
     *,
+    direction: Direction = "fwd",
     seed: int = 0,
     config: measure.Config | None = None,
     compile_ahead: bool = True,
@@ -57,12 +58,14 @@ def bench(
     The check compares two value heads with the chunk form in float32: it tells a wrong result from a rounded one. A
     wrong result keeps its time, and its record says so.
 
+    direction      what is timed: the forward pass, the backward pass on what one forward pass saved, or both passes
     compile_ahead  see `warm_up`
     kept           records of an earlier run: what they hold is not run again, nor given to the sink
     timeout_s      cases run in another process, where each may run for so long, and each backend compile; None: here
     tell           is called with what is being done, and whether that is compiling
     """
-    job = Job("bench", tuple(cases), tuple(backends), device, seed, config or measure.Config(), compile_ahead)
+    config = config or measure.Config()
+    job = Job("bench", tuple(cases), tuple(backends), device, seed, config, 1, direction, compile_ahead)
     _sweep(job, sink, kept, timeout_s, tell)
 
 
@@ -72,7 +75,9 @@ def verify(
     device: str,
     sink: Sink,
     *,
+    direction: Direction = "fwd",
     seed: int = 0,
+    runs: int = 2,
     compile_ahead: bool = True,
     kept: Sequence[Record] = (),
     timeout_s: float | None = None,
@@ -81,10 +86,11 @@ def verify(
     """Compare every backend on every case with the float64 truth, and check what it promises besides values.
 
     Backends that are `exact` must equal the token recurrence to rounding. Others are allowed what `accuracy.bounds`
-    says, ours in view of the peers that ran. Besides: inputs are left as they were, a second run gives the same bits,
-    and backends under our contract keep its dtypes and give zeros past the last offset. For the options see `bench`.
+    and, for "bwd", `accuracy.gradient_bounds` say, ours in view of the peers that ran. Besides: inputs are left as they
+    were, `runs` calls give the same bits, and backends under our contract keep its dtypes and give zeros past the last
+    offset. For the options see `bench`.
     """
-    job = Job("verify", tuple(cases), tuple(backends), device, seed, measure.Config(), compile_ahead)
+    job = Job("verify", tuple(cases), tuple(backends), device, seed, measure.Config(), runs, direction, compile_ahead)
     _sweep(job, sink, kept, timeout_s, tell)
 
 
@@ -93,6 +99,7 @@ def warm_up(
     backends: Sequence[Backend],
     device: str,
     seed: int = 0,
+    direction: Direction = "fwd",
     *,
     watch: Watch | None = None,
     always: bool = False,
@@ -115,7 +122,7 @@ def warm_up(
     elsewhere: dict[tuple[str, str], list[Case]] = {}
     here: dict[str, list[Case]] = {}
     for backend in able:
-        for case in backend.representatives([case for case in cases if not backend.unsupported(case, "fwd")]):
+        for case in backend.representatives([case for case in cases if not backend.unsupported(case, direction)]):
             if backend.compiles == "per head count":
                 elsewhere.setdefault((backend.name, f"hk{case.hk}-hv{case.hv} {case.dtype}"), []).append(case)
             elif backend.compiles == "once":
@@ -125,12 +132,12 @@ def warm_up(
         try:
             with stdout_is_stderr(), _compilers(len(elsewhere)) as pool:
                 futures = {
-                    pool.submit(_compile_elsewhere, job[0], group, device, seed): job
+                    pool.submit(_compile_elsewhere, job[0], group, device, seed, direction): job
                     for job, group in elsewhere.items()
                 }
                 for name, group in here.items():
                     watch.compiling(name, f"compiling {name}, {left} jobs left, {time.perf_counter() - begin:.0f} s")
-                    _compile(name, group, device, seed)
+                    _compile(name, group, device, seed, direction)
                     left -= 1
                 watch.compiling(None, f"compiling in other processes, {left} jobs left")
                 for future in as_completed(futures):
@@ -158,14 +165,14 @@ def _compilers(jobs: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def _compile_elsewhere(name: str, cases: Sequence[Case], device: str, seed: int) -> None:
+def _compile_elsewhere(name: str, cases: Sequence[Case], device: str, seed: int, direction: Direction) -> None:
     """`_compile` in a process of the pool."""
     # FLA would keep tuning results on disk as well. Those of a GPU shared by many processes are noise.
     os.environ["FLA_CACHE_RESULTS"] = "0"
-    _compile(name, cases, device, seed)
+    _compile(name, cases, device, seed, direction)
 
 
-def _compile(name: str, cases: Sequence[Case], device: str, seed: int) -> None:
+def _compile(name: str, cases: Sequence[Case], device: str, seed: int, direction: Direction) -> None:
     """Run one backend once on each case, for what that leaves in its caches."""
     (backend,) = create([name], device)
     if backend.missing():
@@ -173,7 +180,7 @@ def _compile(name: str, cases: Sequence[Case], device: str, seed: int) -> None:
     with torch.no_grad():
         for case in cases:
             try:
-                backend.prepare(drawing.make(case, seed, device), "fwd")
+                backend.prepare(drawing.make(case, seed, device, direction), direction)
             except Exception as error:  # met again where it counts
                 log.warning("compiling %s for %s: %s", name, case.id, first_line(error))
             free_memory()
@@ -205,7 +212,7 @@ def _here(job: Job, tell: Tell | None) -> Iterator[Step]:
     """Cases run in this process: nothing ends one that hangs, and a dead GPU ends all."""
     watch = Watch(tell)
     if job.compile_ahead:
-        warm_up(job.cases, job.backends, job.device, job.seed, watch=watch)
+        warm_up(job.cases, job.backends, job.device, job.seed, job.direction, watch=watch)
     lost: Lost | None = None  # why nothing can run any more
 
     def step(case: Case, names: Sequence[str], known: Sequence[Record], sink: Sink) -> None:
@@ -293,7 +300,7 @@ def _isolated(job: Job, timeout_s: float, tell: Tell | None) -> Iterator[Step]:
 def _serve(job: Job, watch: Watch) -> Callable[[Any], list[Record]]:
     """In the worker process: what runs a case."""
     if job.compile_ahead:
-        warm_up(job.cases, job.backends, job.device, job.seed, watch=watch)
+        warm_up(job.cases, job.backends, job.device, job.seed, job.direction, watch=watch)
         if torch.cuda.is_initialized():
             try:
                 torch.cuda.synchronize()

@@ -14,9 +14,14 @@ from typing import Any
 
 from flashqla.cases import Case
 from flashqla.errors import ArgumentError
-from flashqla.records import Record, Run, TensorErrors, judged, went_wrong
+from flashqla.records import Kind, Record, Run, TensorErrors, judged, went_wrong
 from flashqla.roofline import CEILINGS, Rates, rates
 
+TIMED = {
+    "bench-fwd": "the op alone",
+    "bench-bwd": "the backward pass alone, on what one forward pass saved",
+    "bench-fwd+bwd": "forward and backward pass, through autograd",
+}
 CLOCKS = {"graph": "CUDA graph replay", "events": "CUDA events", "wall": "wall clock"}
 
 
@@ -89,9 +94,22 @@ def _flat(content: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
             yield prefix + name, "; ".join(map(str, value)) if isinstance(value, list) else value
 
 
-def page(run: Run) -> Page:
-    """The table of a run, whatever its command was."""
-    return verify_page(run) if run.kind.startswith("verify") else bench_page(run)
+def page(run: Run, *, roofline: bool = False, memory: bool = False) -> Page:
+    """The table of a run, whatever its command was. Raises ArgumentError for columns that it cannot have."""
+    check_columns(run.kind, roofline=roofline, memory=memory)
+    return verify_page(run) if run.kind.startswith("verify") else bench_page(run, roofline=roofline, memory=memory)
+
+
+def check_columns(kind: Kind, *, roofline: bool, memory: bool) -> None:
+    """Raise ArgumentError for columns that runs of a kind cannot have."""
+    if kind.startswith("verify") and (roofline or memory):
+        given = " ".join(["--roofline"] * roofline + ["--memory"] * memory)
+        raise ArgumentError("a verify run has no such columns", given=given, supported="runs of flashqla bench")
+    if kind != "bench-fwd" and roofline:
+        given = f"--roofline, {kind.replace('-', ' ')}"
+        raise ArgumentError(
+            "the least time of a backward pass is not known", given=given, supported="bench fwd", do="leave it out"
+        )
 
 
 def bench_text(run: Run) -> str:
@@ -104,14 +122,19 @@ def verify_text(run: Run) -> str:
     return text(verify_page(run))
 
 
-def bench_page(run: Run, *, roofline: bool = False) -> Page:
+def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Page:
     """Table of a bench run: a block per model, a row per layout, and how many times faster than each peer we are.
 
     Columns: time per backend in ms (ours first), on a GPU our call time from the host in ms, ratios peer / ours. With
-    `roofline` also the least time, and our TFLOP/s, GB/s and percent of the floor.
+    `roofline` also the least time, and our TFLOP/s, GB/s and percent of the floor; with `memory`, and always for a
+    backward pass where it is known, also the peak memory of every backend, and what its forward pass saved.
     """
     backends = columns(run)
     ours, peers = backends[0], backends[1:]
+    memory |= run.kind != "bench-fwd" and any(record.peak_bytes is not None for record in run.records)
+    saved = memory and any(record.saved_bytes is not None for record in run.records)
+    known = [name for name in backends if any(r.peak_bytes is not None for r in run.records if r.backend == name)]
+    counted = known or backends  # a peer without a backward pass needs no memory for one
     notes = _Notes()
     # On the CPU the host is the device, and a call has one time.
     eager = any(record.timing and record.timing.clock != "wall" for record in run.records)
@@ -126,6 +149,10 @@ def bench_page(run: Run, *, roofline: bool = False) -> Page:
         ]
         if roofline:
             head = [[*head[0], "floor", "TFLOP/s", "GB/s", "of floor"], [*head[1], "ms", ours, ours, ours]]
+        if memory:
+            head = [[*head[0], *("peak MiB" for _ in counted)], [*head[1], *counted]]
+        if saved:
+            head = [[*head[0], *("saved MiB" for _ in counted)], [*head[1], *counted]]
         cells = []
         for row, ratio in zip(rows, block, strict=True):
             times = [_time(row.get(name), notes) for name in backends]
@@ -133,9 +160,12 @@ def bench_page(run: Run, *, roofline: bool = False) -> Page:
             call = _ms(timing.call_ms if timing else None)
             cells.append([label(row), *times, *[call] * eager, *(_ratio(ratio.get(name)) for name in peers)])
             cells[-1] += _roof(row.get(ours), run.environment.gpu) if roofline else []
+            records = [row.get(name) for name in counted]
+            cells[-1] += [_mib(record.peak_bytes if record else None) for record in records if memory]
+            cells[-1] += [_mib(record.saved_bytes if record else None) for record in records if saved]
         if peers:
             cells.append(["geometric mean", *[""] * (len(backends) + eager), *_means(block, peers)])
-            cells[-1] += [""] * (4 * roofline)
+            cells[-1] += [""] * (4 * roofline + len(counted) * (memory + saved))
         tables.append(Table(head, cells, title))
     if peers:
         least = [_ratio(min((row[name] for row in ratios if name in row), default=None)) for name in peers]
@@ -144,39 +174,59 @@ def bench_page(run: Run, *, roofline: bool = False) -> Page:
         cells = [["geometric mean", *_means(ratios, peers)], ["least", *least], ["most", *most], ["rows", *counts]]
         tables.append(Table([["", *peers]], cells, f"All rows: {ours} faster than"))
     legend = [
-        "ms: median time of the op alone.",
+        f"ms: median time of {TIMED[run.kind]}.",
         *[f"call ms: median time of {ours} called from Python and waited for."] * eager,
         *[f"faster than: time of the other / time of {ours}; above 1.00x {ours} is the faster one."] * bool(peers),
-        "n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled.",
+        f"n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled{_throttle(run)}.",
         "Means leave out rows without a ratio.",
         *[_roof_legend(run.environment.gpu)] * roofline,
+        *["peak MiB: device memory that a call allocates at its peak, outputs included and inputs not; - on a CPU."]
+        * memory,
+        *["saved MiB: device memory that a forward pass leaves for the backward pass, its outputs included."] * saved,
     ]
     return Page(_title(run), facts(run), tables, [*legend, *_kernels(run), *notes.lines()])
 
 
 def verify_page(run: Run) -> Page:
-    """Table of a verify run: a row per case, the relative L2 errors of each output per backend, the worst case last."""
+    """Table of a verify run: a row per case, the relative L2 errors of each output per backend, the worst case last.
+
+    Outputs share a cell where they are two, and have a line each where they are more.
+    """
     backends, ours = columns(run), judged(run)
     notes = _Notes()
     rows = [row for _, rows in blocks(run) for row in rows]
     rows.sort(key=lambda row: max((_badness(row[name]) for name in ours if name in row), default=0.0))
     bounded = {name: [name, "bound"] if name in ours else [name] for name in backends}
-    head = ["case", *(title for titles in bounded.values() for title in titles), "verdict"]
+    outputs = dict.fromkeys(name for record in run.records for name in record.errors)
+    apart = len(outputs) > 2
+    head = ["case", *["of"] * apart, *(title for titles in bounded.values() for title in titles), "verdict"]
     cells = []
     for row in rows:
-        line = [next(iter(row.values())).case_id]
-        for name, titles in bounded.items():
-            record = row.get(name)
-            bound = f"{record.bound:.1e}" if record and record.bound is not None else "-"
-            line += [_errors(record, notes), bound][: len(titles)]
-        cells.append([*line, _verdict(row, ours)])
-    outputs = dict.fromkeys(name for record in run.records for name in record.errors)
+        names = [name for name in outputs if any(name in record.errors for record in row.values())] if apart else []
+        for number, output in enumerate(names or [""]):
+            line = [*[next(iter(row.values())).case_id if number == 0 else ""], *[output] * apart]
+            for name, titles in bounded.items():
+                record = row.get(name)
+                line += [_errors(record, notes, output, number == 0), _bound(record, output)][: len(titles)]
+            cells.append([*line, _verdict(row, ours) if number == 0 else ""])
+    of = "" if apart else f": {' / '.join(outputs) or 'none'}"
     legend = [
-        f"Relative L2 error against the float64 recurrence: {' / '.join(outputs) or 'none'}. !: above the bound.",
+        f"Relative L2 error against the float64 recurrence{of}. !: above the bound.",
+        *["dA_log, ddt_bias: dg summed up as it reaches them, g = -exp(A_log) softplus(a + dt_bias)."]
+        * ("dA_log" in outputs),
         "n/a: not run, see the note. A peer that is off says nothing about the others: the yardstick is float64.",
     ]
+    runs = sorted({record.runs for record in run.records if record.runs and record.deterministic})
+    if runs:
+        legend += [f"Each result was made {_range(runs)} times, with the same bits unless its verdict says otherwise."]
     summary = [_summary(run, name) for name in backends]
-    return Page(_title(run), facts(run), [Table([head], cells)], [*legend, *_kernels(run), *notes.lines()], summary)
+    return Page(
+        _title(run),
+        facts(run),
+        [Table([head], cells, left=(0, *[1] * apart))],
+        [*legend, *_kernels(run), *notes.lines()],
+        summary,
+    )
 
 
 class _Notes:
@@ -207,10 +257,14 @@ def facts(run: Run) -> dict[str, str]:
     env, settings = run.environment, run.settings
     readings = [record.clocks for record in run.records if record.clocks]
     speeds = [reading.sm_mhz for reading in readings if reading.sm_mhz]
+    degrees = [reading.temperature_c for reading in readings if reading.temperature_c is not None]
+    watts = [round(reading.power_w) for reading in readings if reading.power_w is not None]
     device = [env.gpu or "no GPU"]
     device += [f"{env.sm_count} SMs"] if env.sm_count else []
     device += [f"driver {env.driver}"] if env.driver else []
     device += [f"SM clock {_range(speeds)} MHz"] if speeds else []
+    device += [f"{_range(degrees)} C"] if degrees else []
+    device += [f"{_range(watts)} W"] if watts else []
     versions = {
         "python": env.python,
         "torch": env.torch,
@@ -276,25 +330,27 @@ def label(row: dict[str, Record]) -> str:
 
 def speedups(row: dict[str, Record], ours: str, peers: Sequence[str]) -> dict[str, float]:
     """Time of each peer over ours, where both have a time and a right result."""
-    times = {
-        name: record.timing.gpu_ms
-        for name, record in row.items()
-        if record.status == "ok" and record.passed is not False and record.timing and record.timing.gpu_ms
-    }
+    times = {name: gpu_ms for name, record in row.items() if (gpu_ms := right_ms(record))}
     return {name: times[name] / times[ours] for name in peers if name in times and ours in times}
+
+
+def right_ms(record: Record) -> float | None:
+    """The time of a record with a right result, None for any other."""
+    right = record.status == "ok" and record.passed is not False
+    return record.timing.gpu_ms if right and record.timing else None
 
 
 def reached(record: Record, gpu: str | None) -> Rates | None:
     """What the time of a forward pass comes to; None for a record without a time and a right result."""
-    timing, right = record.timing, record.status == "ok" and record.passed is not False
-    if not right or timing is None or timing.gpu_ms is None or record.direction != "fwd":
+    gpu_ms = right_ms(record)
+    if gpu_ms is None or record.direction != "fwd":
         return None
     known = {f.name: record.case[f.name] for f in fields(Case) if f.name in record.case}
     try:
         case = Case(**{**known, "lengths": tuple(known["lengths"])})
     except (ArgumentError, KeyError, TypeError):  # a case of another version of flashqla
         return None
-    return rates(case, timing.gpu_ms, gpu)
+    return rates(case, gpu_ms, gpu)
 
 
 def _roof(record: Record | None, gpu: str | None) -> list[str]:
@@ -337,17 +393,42 @@ def _ms(value: float | None) -> str:
     return f"{value:.4f}" if value < 10 else f"{value:.2f}"
 
 
+def _mib(number: int | None) -> str:
+    return "-" if number is None else f"{number / 2**20:.1f}"
+
+
+def _throttle(run: Run) -> str:
+    """What throttled any row of the run."""
+    reasons = {reason for record in run.records if record.clocks for reason in record.clocks.throttle or ()}
+    return f" ({', '.join(sorted(reasons))})" if reasons else ""
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _errors(record: Record | None, notes: _Notes) -> str:
+def _errors(record: Record | None, notes: _Notes, output: str, first: bool) -> str:
+    """The error of an output, or of all; only the first line of a case has the notes of its records."""
     if record is None:
-        return "-"
+        return "-" * first
     if record.status != "ok":
-        return "n/a" + notes.mark(record)
-    text = " / ".join(_error(error) for error in record.errors.values())
-    return text + ("!" if record.passed is False else "") + notes.mark(record)
+        return ("n/a" + notes.mark(record)) * first
+    mark = notes.mark(record) if first else ""
+    if not output:
+        text = " / ".join(_error(error) for error in record.errors.values())
+        return text + ("!" if record.passed is False else "") + mark
+    error = record.errors.get(output)
+    if error is None:
+        return "-" + mark
+    allowed = record.bounds.get(output)
+    above = error.rel_l2 is None or (allowed is not None and error.rel_l2 > allowed)
+    return _error(error) + "!" * (above and record.passed is False) + mark
+
+
+def _bound(record: Record | None, output: str) -> str:
+    """What is allowed: for an output, or for the one that comes nearest to it."""
+    allowed = (record.bounds.get(output) if output else record.bound) if record else None
+    return "-" if allowed is None else f"{allowed:.1e}"
 
 
 def _error(error: TensorErrors) -> str:
@@ -358,8 +439,11 @@ def _error(error: TensorErrors) -> str:
 
 def _badness(record: Record) -> float:
     """Sort key: the worst error in bounds, anything that went wrong after anything that went right."""
-    worst = max((error.rel_l2 or 0.0 for error in record.errors.values()), default=0.0)
-    return worst / (record.bound or 1.0) + (1e9 if went_wrong(record) else 0.0)
+    shares = (
+        (error.rel_l2 or 0.0) / (record.bounds.get(name) or record.bound or 1.0)
+        for name, error in record.errors.items()
+    )
+    return max(shares, default=0.0) + (1e9 if went_wrong(record) else 0.0)
 
 
 def _verdict(row: dict[str, Record], ours: Sequence[str]) -> str:

@@ -65,6 +65,12 @@ TimeoutOption = Annotated[
 ]
 InProcessOption = Annotated[bool, typer.Option("--in-process", help="No worker process and no timeout: for debugging.")]
 TIMEOUT_S = 600.0
+RooflineOption = Annotated[
+    bool, typer.Option("--roofline", help="Add TFLOP/s, GB/s and percent of the least possible time.")
+]
+MemoryOption = Annotated[
+    bool, typer.Option("--memory", help="Add what a call of each backend allocates at its peak; GPU only.")
+]
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="PATH", help="Write the table to a file as well.")]
 
 

@@ -11,7 +11,7 @@ from flashqla.cli import console, options
 
 EXAMPLES = """\b
 Examples:
-  flashqla show run.json
+  flashqla show run.json --memory
   flashqla show run.json --format csv > run.csv
 """
 SCHEMA_EXAMPLES = """\b
@@ -30,11 +30,14 @@ class Format(StrEnum):
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A run kept with --json, or what is left of one.")],
     form: Annotated[Format, typer.Option("--format", help="Of the result on stdout.")] = Format.text,
+    roofline: options.RooflineOption = False,
+    memory: options.MemoryOption = False,
     no_color: options.NoColorOption = False,
 ) -> None:
     """Show a stored run as a table.
 
-    Text and Markdown are the table that verify or bench printed; CSV has every field of every record.
+    Text and Markdown are the table that verify or bench printed, where --roofline and --memory add columns to that of
+    bench; CSV has every field of every record.
     """
     from flashqla import tables
     from flashqla.records import read
@@ -44,7 +47,7 @@ def show(
         console.result(tables.csv(run))
     else:
         render = tables.markdown if form is Format.markdown else tables.text
-        console.result(render(tables.page(run)))
+        console.result(render(tables.page(run, roofline=roofline, memory=memory)))
 
 
 def schema() -> None:

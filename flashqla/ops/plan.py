@@ -66,7 +66,7 @@ class Plan:
 
     v_tile: columns of V per CTA; 128 is one CTA per (segment, value head), 64 is two.
     segment_chunks: chunks of a segment, which run side by side; 0 leaves sequences whole.
-    heads_per_inverse: value heads that one CTA of the inverse kernel treats.
+    heads_per_inverse: value heads that a CTA of the inverse kernel treats at once; inverse_ctas: the most CTAs it has.
     """
 
     implementation: Literal["tilelang", "torch"]
@@ -75,6 +75,7 @@ class Plan:
     kernels: tuple[str, ...]
     why: str
     segment_chunks: int = 0
+    inverse_ctas: int = 0
 
 
 @lru_cache(maxsize=1024)
@@ -115,7 +116,7 @@ def make(
     inverse_reason = f"{ctas} CTAs of the inverse with {heads} of {hv // hk} v-heads of a group each, on {sm_count} SMs"
     why = "; ".join((split_reason, tile_reason, inverse_reason))
     kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
-    return Plan("tilelang", v_tile, heads, kernels, why, segment_chunks)
+    return Plan("tilelang", v_tile, heads, kernels, why, segment_chunks, INVERSE_CTAS * sm_count)
 
 
 def _refusal(sequences: int, dtype: str, device: str, capability: tuple[int, int] | None, missing: str) -> str:

@@ -10,10 +10,14 @@ Per chunk, given dO and dS' (gradient of the state that leaves it), with the nam
     dK = E S^T + X K + X^T K + Z^T Q + diag(exp(G_C - G)) U dS'^T
     dS = K^T E + scale Q^T diag(exp G) dO + exp(G_C) dS'
     dbeta_i = dY_i . (W_i - (strict_lower(R * K K^T) U)_i)
-    dG_i = E_i . (K S)_i + scale exp(G_i) (Q S)_i . dO_i - s_i    s_i = exp(G_C - G_i) k_i . (dS' u_i)
-           + rowsum(M * dM + P * dP)_i - colsum(M * dM + P * dP)_i
-    dG_C += sum_i s_i + exp(G_C) <S, dS'>
-    dg = reverse cumulative sum of dG inside the chunk
+    dG_i = E_i . (K S)_i + scale exp(G_i) (Q S)_i . dO_i          s_i = exp(G_C - G_i) k_i . (dS' u_i)
+           + rowsum(N)_i - colsum(N)_i                            N = strict_lower(M * dM + P * dP)
+    dG_C += exp(G_C) <S, dS'>
+    dg_i = dG_i + .. + dG_C + s_1 + .. + s_(i-1)
+
+dG_i also has - s_i, and dG_C has sum_i s_i: added up they leave the sum of the s before a token. N has no diagonal,
+because there rows and columns cancel. Left in, both would drown the dg of strong gates in the rounding of terms that
+are not there.
 
 Source: differentiation of the chunk form; the tests compare it with autograd through the token recurrence.
 """
@@ -109,11 +113,12 @@ def chunk_gradients(
     dk = E @ S.mT + X @ k + X.mT @ k + Z.mT @ q + U_dS
     dbeta = (dY * (states.W - (R * terms.KK).tril(-1) @ U)).sum(-1)
 
-    gated = terms.M * dM + P * dP
+    N = terms.M * dM + (P * dP).tril(-1)
     s = (k * U_dS).sum(-1)
-    dG = (E * (k @ S)).sum(-1) + (q * do_S).sum(-1) + gated.sum(-1) - gated.sum(-2) - s
-    dG[..., -1] += s.sum(-1) + terms.decay[:, :, -1, 0] * (S * dS).sum((-2, -1))
+    dG = (E * (k @ S)).sum(-1) + (q * do_S).sum(-1) + N.sum(-1) - N.sum(-2)
+    dG[..., -1] += terms.decay[:, :, -1, 0] * (S * dS).sum((-2, -1))
     dg = dG.flip(-1).cumsum(-1).flip(-1)
+    dg[..., 1:] += s[..., :-1].cumsum(-1)
     return dq, dk, dV, dg, dbeta
 
 

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from flashqla import device
+from flashqla.ops.plan import INVERSE_CTAS
 
 pytestmark = pytest.mark.skipif(
     device.nvcc() is None, reason="no CUDA compiler: neither nvcc on PATH nor the wheel nvidia-cuda-nvcc (extra nvcc)"
@@ -33,17 +34,20 @@ FORWARD = {  # v_tile, dtype, state_dtype, output_h. Variants have v_tile 128, w
     "128-fp16-state": (128, "float16", "float16", False),
     "128-bf16-h": (128, "bfloat16", "float32", True),
 }
-INVERSE = {  # dtype, g_dtype, beta_dtype, l2norm
+INVERSE: dict[str, tuple[str | bool, ...]] = {  # dtype, g_dtype, beta_dtype, l2norm, backward
     "bf16": ("bfloat16", "float32", "float32", False),
     "fp16": ("float16", "float32", "float32", False),
     "bf16-norm": ("bfloat16", "float32", "float32", True),
     "fp16-norm": ("float16", "float32", "float32", True),
     "16-bit-gates": ("bfloat16", "bfloat16", "float16", False),
+    "backward": ("bfloat16", "float32", "float32", False, True),
+    "backward-norm": ("float16", "float32", "float32", True, True),
 }
-SUMMARY = {  # dtype, state_dtype
+SUMMARY: dict[str, tuple[str | bool, ...]] = {  # dtype, state_dtype, backward
     "bf16": ("bfloat16", "float32"),
     "bf16-state": ("bfloat16", "bfloat16"),
     "fp16-state": ("float16", "float16"),
+    "backward": ("bfloat16", "float32", True),
 }
 CHAIN = {  # kind, v_tile, dtype, state_dtype
     "forward-64": ("forward", 64, "bfloat16", "float32"),
@@ -133,17 +137,16 @@ def test_forward(arguments: tuple[int, str, str, bool]) -> None:
 
 
 @pytest.mark.parametrize("arguments", INVERSE.values(), ids=INVERSE)
-def test_inverse(arguments: tuple[str, str, str, bool]) -> None:
+def test_inverse(arguments: tuple[str | bool, ...]) -> None:
     built = build("inverse", *arguments)
-    *_, l2norm = arguments
     assert_nothing_was_given_up(built)
-    assert_fits(built, 3 if l2norm else 4)  # the norms take 16 KB for queries
-    assert_inverse_instructions(built, l2norm)
+    assert_fits(built, INVERSE_CTAS)
+    assert_inverse_instructions(built)
     assert_inverse_stores_and_publishes(built)
 
 
 @pytest.mark.parametrize("arguments", SUMMARY.values(), ids=SUMMARY)
-def test_summary(arguments: tuple[str, str]) -> None:
+def test_summary(arguments: tuple[str | bool, ...]) -> None:
     built = build("summary", *arguments)
     assert_nothing_was_given_up(built)
     assert_fits(built, 2, [200, 40])
@@ -258,9 +261,9 @@ def assert_fits(built: Built, ctas: int, roles: Sequence[int] = ()) -> None:
 
 def assert_forward_instructions(built: Built, groups: int) -> None:
     found = built.opcodes
-    # Products in steps of 16: K S and Q S take 8, A W, K^T U and P U 4, Q K^T 8. A state warpgroup that is alone does
-    # the first K S ahead of its loop.
-    assert found["HGMMA"] == groups * (2 * 8 + 3 * 4) + (8 if groups == 1 else 0) + 8
+    # Products in steps of 16: K S and Q S take 8, A W, K^T U and P U or Z W 4, Q K^T 8. A state warpgroup that is alone
+    # does the first K S ahead of its loop, as Q K^T always is; for two, P A is made, in 4.
+    assert found["HGMMA"] == groups * (2 * 8 + 3 * 4) + 2 * 8 + (8 if groups == 1 else 4)
     assert found["LDSM"] == 8  # v, in two places
     assert found["STSM"] == 4 * (groups + 1)  # o and P
     assert found["UTMALDG"] == 2 * (2 + 2 + 1 + groups + 1)  # q, k, record, v, A, of whole chunks and of the last
@@ -276,35 +279,47 @@ def assert_forward_stores_and_publishes(built: Built, groups: int, output_h: boo
     # A fence stands between what threads write and a tensor copy or a product that reads it.
     fence = r"[^;]*; tl::fence_proxy_async\(\); "
     for state in states:
-        assert len(re.findall(r"store_transposed\(" + fence + r"o_ready[^;]*arrive\(\);", state)) == 1
+        assert state.count("store_transposed(") == 1
+        # Two warpgroups publish an output beside the next products, and the last one after the loop.
+        published = len(re.findall(r"tl::fence_proxy_async\(\);[ }]*(?: if \([^;{]*\) \{)* o_ready[^;]*arrive\(\);", state))
+        assert published == state.count("fence_proxy_async") == groups
         assert state.count(" final_state[") == 1
         assert state.count("store_state(") == (0 if not output_h else 2 if groups == 1 else 1)
     assert re.search(r"store_tile\(" + fence + r"p_ready[^;]*arrive\(\);", score)
     zeroed = r".*".join(rf"zero_rows\([^;]*{tile}" for tile in ("k_smem", "v_smem", "a_smem"))
-    assert re.search(zeroed + fence + r"qk_ready[^;]*arrive\(\); va_ready[^;]*arrive\(\);", load)
+    assert re.search(zeroed + fence + r"in_ready[^;]*arrive\(\);", load)
     whole = in_order("o_ready[", "wait(", "tma_store(o_desc", "tma_store_arrive();", "tma_store_wait<0, true>();")
     last = in_order("*(uint4*)(o + ", "o_free[", "arrive();", "tma_store_wait<0, false>();")
     assert re.search(whole + ".*else.*" + last, store)
 
 
-def assert_inverse_instructions(built: Built, l2norm: bool) -> None:
+def assert_inverse_instructions(built: Built) -> None:
     found = built.opcodes
     assert found["HGMMA"] == 8  # K K^T in steps of 16
-    # Products of 16x16 blocks take 4: row i of block column c has i - c, and one with its own diagonal block. Each of
-    # two diagonal blocks takes 2.
-    assert found["HMMA"] == 4 * sum(i - c + 1 for c in range(4) for i in range(c + 1, 4)) + 2 * 2
-    assert found["STSM"] == 4 * 4  # A, in a place for each block column
-    assert found["UTMALDG"] == (4 if l2norm else 2)  # halves of k and q
-    assert found["UTMASTG"] == 1  # A
+    # A head stands in the code twice: for one warp, and dealt out to two. Products of 16x16 blocks take 4: block (i, c)
+    # has i - c of them, and one with a block on the diagonal, of which a quarter is 0. Such a block itself takes 2.
+    below = [(i, c) for i in range(4) for c in range(i)]
+    assert found["HMMA"] == 2 * (sum(4 * (i - c) + 3 for i, c in below) + 4 * 2)
+    assert found["STSM"] == 2 * 16  # blocks of A
+    assert found["UTMALDG"] == 2  # halves of k
+    assert found["CCTL"] >= 1  # the keys of the chunk to come
+    assert found["UTMASTG"] == 4  # A, by each warp
+    # The first task is there; rows are zeroed; the product may take the place of the keys; factors of more heads may
+    # take that of others; product and factors are there; keys may take the place of the product.
+    assert built.source.count("__syncthreads()") == 1 + 6  # and barriers are initialised
 
 
 def assert_inverse_stores_and_publishes(built: Built) -> None:
-    publish = r"[^;]*;[ }]* tl::fence_proxy_async\(\); __syncthreads\(\); "
-    assert re.search(r"zero_rows\([^;]*k_smem" + publish, built.source)
-    whole = in_order("", "tma_store(A_desc", "tma_store_arrive();")
-    last = in_order("*(uint4*)(A + ", "tma_store_wait<0, true>();", "__syncthreads();")
-    blank = in_order("*(uint4*)(o + ", "*(uint4*)(A + ", "cumulative[")
-    assert re.search(r"gated_inverse<\w+>\(" + publish + whole + ".*else.*" + last + ".*" + blank, built.source)
+    guard = r"[ }]*(?: if \([^;{]*\) \{)* "  # TileLang repeats a condition around each statement under it
+    fence = rf"[^;]*;{guard}tl::fence_proxy_async\(\);{guard}"
+    assert re.search(r"zero_rows\([^;]*k_smem" + fence + r"__syncthreads\(\);", built.source)
+    blank = in_order("zero_pieces((&(o[", "zero_pieces((&(A[", "cumulative[")
+    free = in_order("tl::tma_store_wait<0, true>(); __syncthreads();")
+    last = in_order("store_rows<") + fence + r"__syncthreads\(\);" + in_order("", "tl::tma_store_wait<0, false>();")
+    inverse = r"gated_inverse<\w+>\(" + fence + r"flashqla::join_head\("
+    assert re.search(".*".join((blank, free, inverse, r"else", last)), built.source)
+    # One thread of each warp, not one of all.
+    assert re.findall(r"elect<(\d+)>\(\)\) \{ tl::tma_store\(", built.source) == ["32"] * 4
 
 
 def split_roles(built: Built) -> tuple[list[int], list[str]]:

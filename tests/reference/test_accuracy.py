@@ -10,6 +10,7 @@ from flashqla import accuracy, inputs
 from flashqla.accuracy import EXACT, FLOOR, tensor_errors
 from flashqla.cases import Case
 from flashqla.records import TensorErrors
+from flashqla.reference import recurrent_gated_delta_rule
 
 CASE = Case(2, 4, (70, 0, 42), tail=5)
 
@@ -114,6 +115,118 @@ def test_the_reference_in_bf16_is_within_the_floor() -> None:
     found = accuracy.reference_errors(drawn, accuracy.truth(drawn))
     assert accuracy.within(found, {"o": FLOOR, "final_state": 1e-6})
     assert found["o"].rel_l2 > 1e-4  # o is rounded to bf16
+
+
+GATES = ("mixed", "strong", "tiny", "reset_inf")
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_the_chunk_form_stands_in_for_gradients_too(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = inputs.make(replace(CASE, gate=gate), 0, "cpu", "bwd")
+    exact = accuracy.truth(drawn, "bwd").outputs
+    assert list(exact) == ["dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias"]
+    assert {x.dtype for x in exact.values()} == {torch.float64}
+    assert all((exact[name][:, 112:] == 0).all() for name in ("dq", "dk", "dv", "dg", "dbeta"))
+    monkeypatch.setattr(accuracy, "RECURRENCE_TOKENS", 69)
+    stand_in = accuracy.truth(drawn, "bwd")
+    assert not stand_in.recurrence
+    found = accuracy.errors(stand_in.outputs, exact, CASE.tokens)
+    assert accuracy.within(found, dict.fromkeys(exact, EXACT)), found
+    assert not torch.equal(stand_in.outputs["dk"], exact["dk"])
+
+
+def test_gradients_do_not_depend_on_grouping(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = inputs.make(replace(CASE, hv=8), 0, "cpu", "bwd")
+    whole = accuracy.truth(drawn, "bwd").outputs
+    monkeypatch.setattr(accuracy, "TRUTH_BYTES", 1)
+    by_head = accuracy.truth(drawn, "bwd").outputs
+    assert {name: x.shape for name, x in whole.items()} == {name: x.shape for name, x in by_head.items()}
+    for name, x in whole.items():
+        torch.testing.assert_close(by_head[name], x, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gate", ["mixed", "strong"])
+def test_dg_reaches_the_parameters_of_a_gate(gate: str) -> None:
+    """As autograd takes it there, from parameters and activations that give these gates."""
+    drawn = inputs.make(Case(1, 4, (60,), batch=True, gate=gate), 0, "cpu", "bwd")
+    scale = accuracy.GATE_SCALE.get(gate, accuracy.USUAL_GATE_SCALE)
+    soft = (-drawn.g.double() / scale).clamp(min=1e-30)  # a gate of 0 takes an activation of nearly -inf
+    dt_bias = torch.randn(4, dtype=torch.float64).requires_grad_()
+    a = (soft + torch.log(-torch.expm1(-soft)) - dt_bias).detach()
+    A_log = torch.full((4,), math.log(scale), dtype=torch.float64, requires_grad=True)
+    g = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias)
+    torch.testing.assert_close(g, drawn.g.double(), rtol=1e-9, atol=1e-12)
+    qkv = [x.double() for x in (drawn.q, drawn.k, drawn.v)]
+    o, state = recurrent_gated_delta_rule(
+        *qkv, g, drawn.beta.double(), drawn.scale, drawn.initial_state.double(), output_final_state=True
+    )
+    expected = torch.autograd.grad([o, state], [A_log, dt_bias], [drawn.do.double(), drawn.dht.double()])
+    found = accuracy.truth(drawn, "bwd").outputs
+    for name, right in zip(("dA_log", "ddt_bias"), expected, strict=True):
+        assert found[name].norm() > 0
+        torch.testing.assert_close(found[name], right, rtol=1e-6, atol=1e-9 * right.abs().max().item())
+
+
+@pytest.mark.parametrize(("hk", "hv", "heads"), [(4, 8, (0, 1, 6, 7)), (1, 3, (0, 1, 2)), (2, 2, (0, 1))])
+def test_the_quick_truth_has_gradients_of_whole_groups(hk: int, hv: int, heads: tuple[int, ...]) -> None:
+    drawn = inputs.make(replace(CASE, hk=hk, hv=hv), 0, "cpu", "bwd")
+    assert accuracy.some_heads(drawn, "bwd") == heads
+    quick = accuracy.quick_truth(drawn, heads, "bwd")
+    whole = accuracy.truth(drawn, "bwd").outputs
+    right = accuracy.heads_of({name: whole[name] for name in quick}, heads, hv // hk)
+    assert right["dk"].shape[2] == min(hk, 2)
+    found = accuracy.errors(quick, right, CASE.tokens)
+    assert accuracy.within(found, dict.fromkeys(right, 1e-5)), found
+    both = accuracy.quick_truth(drawn, heads, "fwd+bwd")
+    assert both.keys() == {"o", "final_state", *quick}
+    assert all(torch.equal(both[name], x) for name, x in quick.items())
+
+
+def test_gradients_are_allowed_what_the_best_peer_needs() -> None:
+    found = {"dq": off(9e-3), "dg": off(3e-2)}
+    assert accuracy.gradient_bounds(found, [], strong_gates=False) == {"dq": 1e-2, "dg": 1e-2}
+    assert accuracy.gradient_bounds(found, [], strong_gates=True) == {"dq": 2e-2, "dg": 2e-2}
+    peers = [{"dq": off(1e-3), "dg": off(4e-2)}, {"dg": off(3e-2)}, {"dg": off(None)}]
+    allowed = accuracy.gradient_bounds(found, peers, strong_gates=False)
+    assert allowed == {"dq": 1e-2, "dg": pytest.approx(3.3e-2)}
+    assert accuracy.within(found, allowed)
+    assert accuracy.beyond({"dq": off(2e-2), "dg": off(None)}, {**allowed, "dh0": 1.0}) == ["dq", "dg", "dh0"]
+
+
+@pytest.mark.parametrize(
+    ("gate", "strong"),
+    [("strong", True), ("tiny", True), ("typical", False), ("mixed", False), ("zero", False), ("reset_inf", False)],
+)
+def test_strong_gates_are_known_by_their_values(gate: str, strong: bool) -> None:
+    for case in (replace(CASE, gate=gate), Case(1, 1, (50, 50), batch=True, gate=gate)):
+        assert accuracy.strong_gates(inputs.make(case, 0, "cpu")) is strong
+    assert accuracy.strong_gates(inputs.make(Case(1, 1, (0,), gate=gate), 0, "cpu")) is False
+
+
+def test_the_contract_of_gradients_names_what_is_broken() -> None:
+    drawn = inputs.make(replace(CASE, gate_dtype="float16"), 0, "cpu", "bwd")
+    right = {
+        **{name: torch.zeros_like(getattr(drawn, name[1:])) for name in ("dq", "dk", "dv", "dg", "dbeta")},
+        "dh0": torch.zeros_like(drawn.initial_state),
+    }
+
+    def problems(**changes: torch.Tensor) -> list[str]:
+        return accuracy.contract({**right, **changes}, drawn, "bwd")
+
+    assert problems() == []
+    assert problems(dg=right["dg"].float()) == ["dg is torch.float32, and its input torch.float16"]
+    assert problems(dk=right["dv"]) == ["dk has shape [1, 117, 4, 128], and its input [1, 117, 2, 128]"]
+    for name in ("dq", "dk", "dv", "dg", "dbeta"):
+        dirty = right[name].clone()
+        dirty[0, -1, 0] = math.nan
+        assert problems(**{name: dirty}) == [f"rows of {name} past the last offset are not 0"]
+    del right["dh0"]
+    assert problems() == ["dh0 is missing"]
+    stateless = inputs.make(replace(CASE, initial_state=False), 0, "cpu", "bwd")
+    plain = {name: torch.zeros_like(getattr(stateless, name[1:])) for name in right}
+    assert accuracy.contract(plain, stateless, "bwd") == []
+    surplus = accuracy.contract({**plain, "dh0": torch.zeros(1)}, stateless, "bwd")
+    assert surplus == ["dh0 is there without an initial state"]
 
 
 def test_inputs_outside_the_stable_range_say_so() -> None:

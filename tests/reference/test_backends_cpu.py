@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from flashqla import accuracy, backends, inputs
-from flashqla.cases import Case, suite
+from flashqla.cases import Case, Direction, suite
 from flashqla.device import PEERS
 from flashqla.errors import ArgumentError
+from flashqla.ops import plan as planning
 from flashqla.reference import chunk_gated_delta_rule_reference
 
 CASES = {
@@ -26,6 +27,8 @@ CASES = {
     "dense batch, K-first, l2norm": Case(2, 4, (70, 70), batch=True, keys="norm5", l2norm=True, gate="reset_inf"),
     "a tail, no states": Case(1, 3, (70, 9), tail=7, initial_state=False, final_state=False),
 }
+
+DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd", "fwd+bwd")
 
 
 def test_names_are_made_once_each_and_unknown_ones_refused() -> None:
@@ -105,43 +108,98 @@ def test_cases_that_a_backend_cannot_take() -> None:
     assert list(reasons(replace(usual, dtype="float32"))) == ["flashinfer", "flash-qla"]
     assert list(reasons(Case(2, 8, (64, 0)))) == ["flash-qla"]
     assert list(reasons(Case(2, 8, (0, 0)))) == ["fla", "flashinfer", "flash-qla"]
-    assert all(backend.unsupported(usual, "bwd") for backend in made.values())
+    for direction in ("bwd", "fwd+bwd"):
+        reasons_back = {name: made[name].unsupported(usual, direction) for name in made}
+        assert reasons_back == {**dict.fromkeys(made), "flashinfer": "it has no backward pass"}
+    assert made["torch-recurrent"].unsupported(replace(usual, lengths=(4097,)), "bwd")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("name", ["flashqla", "torch-chunked", "torch-recurrent"])
-def test_ours_and_pytorch_are_right_on_a_cpu(name: str, case: Case) -> None:
-    _assert_right(backends.create([name], "cpu")[0], case)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_ours_and_pytorch_are_right_on_a_cpu(name: str, case: Case, direction: Direction) -> None:
+    _assert_right(backends.create([name], "cpu")[0], case, direction=direction)
 
 
-def test_an_exact_chunk_form_equals_the_recurrence_to_rounding() -> None:
-    _assert_right(backends.create(["torch-chunked"], "cpu", exact=True)[0], CASES["a tail, no states"], accuracy.EXACT)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_an_exact_chunk_form_equals_the_recurrence_to_rounding(direction: Direction) -> None:
+    exact = backends.create(["torch-chunked"], "cpu", exact=True)[0]
+    _assert_right(exact, CASES["a tail, no states"], direction, accuracy.EXACT)
+
+
+@pytest.mark.parametrize(("direction", "forwards"), [("bwd", 0), ("fwd+bwd", 1)])
+def test_a_backward_call_runs_no_forward_pass_and_adds_nothing_up(
+    direction: Direction, forwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+
+    def op(*, cu_seqlens_cpu: torch.Tensor | None, **arguments: Any) -> Any:
+        ran.append(1)
+        return chunk_gated_delta_rule_reference(**arguments)
+
+    monkeypatch.setattr(backends, "chunk_gated_delta_rule", op)
+    drawn = inputs.make(CASES["dense batch, K-first, l2norm"], 0, "cpu", direction)
+    with torch.no_grad():
+        call = backends.Flashqla("cpu").prepare(drawn, direction)
+        ran.clear()
+        first, second = accuracy.snapshot(call()), call()
+    assert len(ran) == 2 * forwards
+    assert accuracy.same(first, second)
+    assert not any(x.requires_grad or x.grad is not None for x in drawn.tensors().values())
+    assert not any(x.requires_grad for x in second.values())
+
+
+def test_gradients_say_that_pytorch_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, where the forward pass has kernels."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    plan = SimpleNamespace(implementation="tilelang", kernels=("inverse", "forward"))
+    monkeypatch.setattr(backends, "explain", lambda **arguments: plan)
+    ours, drawn = backends.Flashqla("cuda"), inputs.make(CASES["a tail, no states"], 0, "cpu")
+    assert [ours.uncapturable(direction) for direction in DIRECTIONS] == [None, planning.GRADIENTS, planning.GRADIENTS]
+    assert [ours.kernels(drawn, direction) for direction in DIRECTIONS] == [
+        ["inverse", "forward"],
+        [planning.GRADIENTS],
+        ["inverse", "forward", planning.GRADIENTS],
+    ]
+    for name in PEERS:
+        assert backends.create([name], "cuda")[0].uncapturable("bwd") is None
+    for name in ("flashqla", "torch-chunked", "torch-recurrent"):
+        assert backends.create([name], "cpu")[0].uncapturable("bwd") == backends.COPIES
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_fla_gets_its_conventions(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_fla_gets_its_conventions(case: Case, direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
     def op(*, cu_seqlens_cpu: torch.Tensor | None, **arguments: Any) -> Any:
         assert os.environ["FLA_FLASH_QLA"] == "0"
         assert all(x.is_contiguous() for x in arguments.values() if isinstance(x, torch.Tensor))
         if case.packed:
             assert arguments["cu_seqlens"].dtype == torch.int64
             assert cu_seqlens_cpu.tolist() == arguments["cu_seqlens"].tolist()
-        return chunk_gated_delta_rule_reference(**arguments)
+        return _judging_gradients(chunk_gated_delta_rule_reference(**arguments), gradients)
+
+    gradients: list[torch.Tensor] = []
 
     monkeypatch.delenv("FLA_FLASH_QLA", raising=False)
     _stand_in(monkeypatch, "fla.ops.gated_delta_rule", op)
-    _assert_right(backends.Fla("cpu"), case)
+    _assert_right(backends.Fla("cpu"), case, direction)
+    assert all(x.is_contiguous() for x in gradients)
+    assert bool(gradients) == (direction != "fwd")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_flash_qla_gets_its_conventions(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_flash_qla_gets_its_conventions(case: Case, direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
     def op(**arguments: Any) -> Any:
         assert all(x.is_contiguous() for x in arguments.values() if isinstance(x, torch.Tensor))
         assert not case.packed or arguments["cu_seqlens"].dtype == torch.int32
-        return chunk_gated_delta_rule_reference(**arguments)
+        return _judging_gradients(chunk_gated_delta_rule_reference(**arguments), gradients)
 
+    gradients: list[torch.Tensor] = []
     _stand_in(monkeypatch, "flash_qla", op)
-    _assert_right(backends.FlashQla("cpu"), case)
+    _assert_right(backends.FlashQla("cpu"), case, direction)
+    assert all(x.is_contiguous() for x in gradients)
+    assert bool(gradients) == (direction != "fwd")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -190,15 +248,30 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch, module: str, op: Callable[..., An
     sys.modules[module].chunk_gated_delta_rule = op  # type: ignore[attr-defined]
 
 
-def _assert_right(backend: backends.Backend, case: Case, bound: float = accuracy.FLOOR) -> None:
-    assert backend.unsupported(case, "fwd") is None
-    drawn = inputs.make(case, 0, "cpu")
+def _judging_gradients(results: Any, seen: list[torch.Tensor]) -> Any:
+    """Results whose gradients are kept in `seen` when a backward pass starts from them."""
+    for x in results:
+        if x is not None and x.requires_grad:
+            x.register_hook(seen.append)
+    return results
+
+
+def _assert_right(
+    backend: backends.Backend, case: Case, direction: Direction = "fwd", bound: float = accuracy.FLOOR
+) -> None:
+    assert backend.unsupported(case, direction) is None
+    drawn = inputs.make(case, 0, "cpu", direction)
     before = accuracy.snapshot(drawn.tensors())
-    right = accuracy.truth(drawn).outputs
+    right = {
+        **(accuracy.truth(drawn, "fwd").outputs if direction != "bwd" else {}),
+        **(accuracy.truth(drawn, "bwd").outputs if direction != "fwd" else {}),
+    }
     with torch.no_grad():
-        outputs = backend.prepare(drawn, "fwd")()
+        outputs = backend.prepare(drawn, direction)()
+    if direction != "fwd":
+        outputs = accuracy.shown(outputs, drawn, "bwd")
     assert outputs.keys() == right.keys()
     found = accuracy.errors(outputs, right, case.tokens)
     assert accuracy.within(found, dict.fromkeys(right, bound)), found
     assert accuracy.same(before, drawn.tensors())
-    assert backend.kernels(drawn)
+    assert backend.kernels(drawn, direction)

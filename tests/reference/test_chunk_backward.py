@@ -84,6 +84,17 @@ def test_tail_rows_are_not_read_and_get_zero(make_problem):
     assert all((x[:, -9:] == 0).all() for name, x in gradients.items() if name != "dinitial_state")
 
 
+@pytest.mark.parametrize("gate", ["strong", "tiny"])
+def test_dg_of_gates_that_erase_everything_keeps_its_digits(make_problem, truth, gate):
+    """It is some 1e-12 beside gradients near 1; terms that cancel would leave their rounding, 1e-7, in its place."""
+    problem = make_problem([130, 70], hk=1, hv=2, key_dim=32, value_dim=32, gate=gate, dtype=torch.float32)
+    expected = truth(problem, dtype=torch.float64)["dg"].double()
+    assert expected.norm() < 1e-3
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.float64, 1e-7)):  # the truth is rounded to float32
+        found = explicit(problem, dtype=dtype)["dg"].double()
+        assert (found - expected).norm() <= tolerance * expected.norm()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 4e-3)])
 def test_dtypes(make_problem, truth, assert_same, dtype, tolerance):
     problem = make_problem([150, 64], hk=1, hv=2, key_dim=32, value_dim=32, dtype=dtype)

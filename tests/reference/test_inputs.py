@@ -1,12 +1,13 @@
 """Inputs drawn for a case: what a case says is what its tensors are."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from flashqla import inputs
-from flashqla.cases import Case
+from flashqla.cases import BACKWARD_LENGTHS, Case
 from flashqla.reference import recurrent_gated_delta_rule
 
 PACK = Case(2, 8, (70, 0, 42))
@@ -98,3 +99,44 @@ def test_taken_heads_are_the_heads_of_the_whole() -> None:
     (o, state), (o_all, state_all) = run(taken), run(drawn)
     torch.testing.assert_close(o, o_all[:, :, list(heads)])
     torch.testing.assert_close(state, state_all[:, list(heads)])
+
+
+def test_gradients_of_results_are_drawn_for_a_backward_pass_alone() -> None:
+    plain, drawn, again = (inputs.make(PACK, 0, "cpu", direction) for direction in ("fwd", "bwd", "fwd+bwd"))
+    assert plain.do is plain.dht is None
+    for name, x in plain.tensors().items():
+        assert torch.equal(x, drawn.tensors()[name])
+    assert drawn.do is not None
+    assert drawn.dht is not None
+    assert (drawn.do.shape, drawn.do.dtype) == (drawn.v.shape, torch.bfloat16)
+    assert (drawn.dht.shape, drawn.dht.dtype) == ((3, 8, 128, 128), torch.float32)
+    assert drawn.dht.std().item() == pytest.approx(0.125, rel=0.01)
+    assert torch.equal(drawn.do, again.do)
+    assert not torch.equal(drawn.do, drawn.v)
+    assert not torch.equal(drawn.do, inputs.make(PACK, 1, "cpu", "bwd").do)
+    assert inputs.make(replace(PACK, final_state=False), 0, "cpu", "bwd").dht is None
+
+
+def test_gradients_of_results_are_laid_out_as_the_case_says() -> None:
+    plain = inputs.make(PACK, 0, "cpu", "bwd").do
+    tailed = inputs.make(replace(PACK, tail=9, dtype="float16"), 0, "cpu", "bwd").do
+    assert tailed.dtype == torch.float16
+    assert tailed[:, 112:].isnan().all()
+    assert tailed[:, :112].isfinite().all()
+    strided = inputs.make(replace(PACK, strided=True), 0, "cpu", "bwd").do
+    assert torch.equal(strided, plain)
+    assert not strided.is_contiguous()
+    taken = inputs.take_heads(inputs.make(PACK, 0, "cpu", "bwd"), (7, 1))
+    assert torch.equal(taken.do, plain[:, :, [7, 1]])
+    assert taken.dht.shape == (3, 2, 128, 128)
+
+
+def test_backward_rows_have_the_lengths_of_the_published_table() -> None:
+    """Its totals are cut at the first of a permutation that torch makes from seed 42."""
+
+    def cut(count: int, tokens: int) -> tuple[int, ...]:
+        places = torch.randperm(tokens - 1, dtype=torch.int32, generator=torch.Generator().manual_seed(42))
+        bars = [0, *(places[: count - 1].sort().values + 1).tolist(), tokens]
+        return tuple(end - begin for begin, end in pairwise(bars))
+
+    assert tuple(cut(count, tokens) for tokens in (8192, 32768) for count in (1, 2, 4, 8)) == BACKWARD_LENGTHS

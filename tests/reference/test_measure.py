@@ -1,11 +1,15 @@
 """Measuring: statistics, order and budget; on the CPU the whole of it."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 
 from flashqla import measure
+from flashqla.device import Clocks
 from flashqla.errors import FlashqlaError
 from flashqla.measure import Config
 
@@ -38,7 +42,7 @@ def test_slow_calls_get_fewer_rounds() -> None:
 def test_calls_take_turns_in_alternating_order() -> None:
     order: list[str] = []
     calls = {name: lambda name=name: order.append(name) or name for name in "ABC"}
-    readings = measure.interleaved(calls, FAST, "cpu").by_name
+    readings = measure.interleaved(calls, FAST, "cpu")
     assert "".join(order) == "ABCCBA" * 3
     assert list(readings) == list("ABC")
     assert all(reading.timing and len(reading.timing.samples) == 6 for reading in readings.values())
@@ -47,7 +51,7 @@ def test_calls_take_turns_in_alternating_order() -> None:
 
 def test_the_wall_clock_measures_the_call_alone() -> None:
     calls = {"slow": lambda: time.sleep(0.01), "fast": lambda: time.sleep(0.002)}
-    slow, fast = (reading.timing for reading in measure.interleaved(calls, FAST, "cpu").by_name.values())
+    slow, fast = (reading.timing for reading in measure.interleaved(calls, FAST, "cpu").values())
     assert slow
     assert fast
     assert (slow.clock, slow.l2) == ("wall", "warm")
@@ -63,7 +67,7 @@ def test_turns_are_told_and_not_timed() -> None:
         time.sleep(0.01)
 
     calls = {name: lambda: time.sleep(0.001) for name in "AB"}
-    readings = measure.interleaved(calls, FAST, "cpu", turn=slowly).by_name
+    readings = measure.interleaved(calls, FAST, "cpu", turn=slowly)
     assert "".join(told) == "ABBA" * 3
     assert all(1 <= reading.timing.gpu_ms_min < 8 for reading in readings.values() if reading.timing)
 
@@ -75,7 +79,7 @@ def test_a_call_that_fails_does_not_stop_the_others() -> None:
         if next(turns) == 1:
             raise RuntimeError("no more")
 
-    readings = measure.interleaved({"bad": fails_at_its_second_turn, "good": lambda: 1}, FAST, "cpu").by_name
+    readings = measure.interleaved({"bad": fails_at_its_second_turn, "good": lambda: 1}, FAST, "cpu")
     assert str(readings["bad"].error) == "no more"
     assert readings["bad"].timing is None
     assert readings["good"].error is None
@@ -83,7 +87,7 @@ def test_a_call_that_fails_does_not_stop_the_others() -> None:
 
 
 def test_a_row_ends_when_its_budget_is_spent() -> None:
-    readings = measure.interleaved({"slow": lambda: time.sleep(0.01)}, replace(FAST, budget_s=0.0), "cpu").by_name
+    readings = measure.interleaved({"slow": lambda: time.sleep(0.01)}, replace(FAST, budget_s=0.0), "cpu")
     assert readings["slow"].timing.repeats == measure.MIN_ROUNDS
 
 
@@ -108,3 +112,191 @@ forward_kernel\<\<\<64,384,0\>\>\>"];
 }"""
     assert measure.kernel_names(dot) == ("forward_kernel", "add(float*, int)")
     assert measure.kernel_names("") == ()
+
+
+class Card:
+    """A device that keeps a log of what it is told, and an allocator that counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.allocated = self.peak = 1000  # the inputs
+        card = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                card.log.append("|")
+
+            def synchronize(self) -> None:
+                card.log.append("wait")
+
+            def elapsed_time(self, later: "Event") -> float:
+                return 0.5
+
+        @contextmanager
+        def meter(index: int) -> Iterator[Callable[[], Clocks]]:
+            def read() -> Clocks:
+                card.log.append("clocks")
+                return Clocks(1000 + len(card.log), None, None, None, ["power cap"] if card.log[-2] == "B" else [])
+
+            yield read
+
+        for name, function in {
+            "device": nullcontext,
+            "current_device": lambda: 0,
+            "synchronize": lambda: None,
+            "_sleep": lambda cycles: None,
+            "Event": Event,
+            "memory_allocated": lambda: card.allocated,
+            "max_memory_allocated": lambda: card.peak,
+            "reset_peak_memory_stats": self.reset,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(measure.machine, "meter", meter)
+        monkeypatch.setattr(measure, "_flush", lambda: card.log.append("flush"))
+
+    def reset(self) -> None:
+        self.peak = self.allocated
+
+    def allocate(self, number: int) -> None:
+        self.allocated += number
+        self.peak = max(self.peak, self.allocated)
+
+    def call(self, name: str, scratch: int, kept: torch.Tensor | None = None) -> measure.Call:
+        def run() -> dict[str, torch.Tensor]:
+            self.log.append(name)
+            self.allocate(scratch)
+            self.allocate(-scratch)
+            if kept is None:
+                self.allocate(40)  # and nobody frees it
+            return {"o": torch.zeros(10) if kept is None else kept}
+
+        return run
+
+
+@pytest.mark.parametrize("l2", ["cold", "warm"])
+def test_clocks_are_read_for_every_call_and_outside_of_what_is_timed(
+    monkeypatch: pytest.MonkeyPatch, l2: measure.L2
+) -> None:
+    card = Card(monkeypatch)
+    calls = {name: card.call(name, 0) for name in "ABC"}
+    readings = measure.interleaved(calls, Config(repeats=4, l2=l2, graph=False), "cuda:0")
+    assert all(len(reading.timing.samples) == 4 for reading in readings.values() if reading.timing)
+    for at, word in enumerate(card.log):
+        if word == "clocks":
+            assert card.log[:at].count("|") % 2 == 0  # no span is open
+            assert "|" not in card.log[at:]  # and no sample comes after it
+    tail = card.log[max(at for at, word in enumerate(card.log) if word == "wait") + 1 :]
+    assert [word for word, next_one in zip(tail, [*tail[1:], ""], strict=True) if word != next_one] == [
+        "A", "clocks", "B", "clocks", "C", "clocks",
+    ]  # fmt: skip
+    found = [readings[name].clocks for name in "ABC"]
+    assert [reading.throttle for reading in found if reading] == [[], ["power cap"], []]
+    assert len({reading.sm_mhz for reading in found if reading}) == 3
+
+
+def test_graphs_are_captured_where_their_calls_were_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd goes back on the stream of its forward pass: on another one the capture would miss it."""
+    card = Card(monkeypatch)
+    now = ["default"]
+    made = iter("abcd")
+    captured: list[str] = []
+
+    class Stream:
+        def __init__(self, device: str | None = None, name: str = "") -> None:
+            self.name = name or next(made)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and self.name == other.name
+
+        def wait_stream(self, other: "Stream") -> None:
+            card.log.append(f"{self.name} waits for {other.name}")
+
+        def synchronize(self) -> None:
+            pass
+
+    @contextmanager
+    def inside(stream: Stream) -> Iterator[None]:
+        now.append(stream.name)
+        yield
+        now.pop()
+
+    class Graph:
+        def enable_debug_mode(self) -> None:
+            pass
+
+        def capture_begin(self) -> None:
+            captured.append(now[-1])
+
+        def capture_end(self) -> None:
+            pass
+
+        def replay(self) -> None:
+            pass
+
+        def debug_dump(self, path: str) -> None:
+            raise RuntimeError("no dump")
+
+    for name, stand_in in {
+        "Stream": Stream,
+        "stream": inside,
+        "CUDAGraph": Graph,
+        "current_stream": lambda device=None: Stream(name=now[-1]),
+        "default_stream": lambda: Stream(name="default"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    calls = {name: card.call(name, 0) for name in "AB"}
+    with measure.side_stream("cuda:0"):
+        assert now[-1] == "a"
+        readings = measure.interleaved(calls, Config(repeats=3), "cuda:0")
+    assert captured == ["a", "a"]
+    assert {reading.timing.clock for reading in readings.values() if reading.timing} == {"graph"}
+    assert (card.log[0], card.log[-1]) == ("a waits for default", "default waits for a")
+    measure.interleaved(calls, Config(repeats=3), "cuda:0")
+    assert captured[2:] == ["b", "c"]  # the default stream cannot be captured
+    with measure.side_stream("cpu"):
+        assert now == ["default"]
+
+
+def test_a_call_that_no_graph_can_hold_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    reading = measure.interleaved({"A": card.call("A", 0)}, FAST, "cuda:0", uncapturable={"A": "it reads lengths"})["A"]
+    assert reading.timing
+    assert (reading.timing.clock, reading.note) == ("events", "no CUDA graph: it reads lengths")
+
+
+def test_slow_calls_are_waited_for_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.4, 1.0, 1.4, 2.0, 2.4, 3.0, 3.4])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls: list[int] = []
+    assert measure._eager_ms(lambda: calls.append(1), cold=False) == pytest.approx(400)
+    assert len(calls) == 3  # 1.2 s are enough
+
+
+def test_reading_clocks_takes_a_few_milliseconds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = measure._Sampler(lambda: launches.append(1), "graph", 1.0, 0, None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    taken = []
+    for each_ms in (0.0, 0.3, 1.9, 50.0):
+        launches: list[int] = []
+        event = type("Event", (), {"elapsed_time": lambda self, other, ms=each_ms: ms})()
+        sampler.events = [(event, event)]
+        assert measure._clocks(sampler, lambda: None) is None
+        taken.append(len(launches))
+    assert taken == [measure.READING_LAUNCHES, 7, 2, 1]
+
+
+def test_peak_memory_counts_scratch_and_outputs_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    kept = torch.zeros(25)
+    calls = {
+        "scratch, then an output": card.call("A", 300),
+        "an output": card.call("B", 0),
+        "an output in memory of its own": card.call("C", 70, kept),
+        "a view of it": card.call("D", 0, kept[:5]),
+    }
+    readings = measure.interleaved(calls, Config(repeats=3, graph=False), "cuda:0")
+    assert [readings[name].peak_bytes for name in calls] == [300, 40, 70 + 100, 100]

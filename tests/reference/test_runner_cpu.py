@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from flashqla import accuracy, backends, runner
+from flashqla import accuracy, backends, measure, runner
 from flashqla.backends import Call, Outputs
 from flashqla.cases import Case, Direction, suite
 from flashqla.inputs import Inputs
@@ -30,10 +30,12 @@ class Changed:
     name: str = "changed"
     reason: str | None = None
     hint: str = "pip install it"
-    capturable: bool = False
     compiles: str = "never"
     exact: bool = False
     contract: bool = True
+
+    def uncapturable(self, direction: Direction) -> str | None:
+        return "it is a fake"
 
     def missing(self) -> str | None:
         return self.reason
@@ -54,7 +56,7 @@ class Changed:
 
         return call
 
-    def kernels(self, inputs: Inputs) -> list[str]:
+    def kernels(self, inputs: Inputs, direction: Direction) -> list[str]:
         return ["a kernel"]
 
 
@@ -120,7 +122,25 @@ def test_broken_promises_fail_under_our_contract_only() -> None:
 def test_a_backend_that_differs_from_run_to_run_fails() -> None:
     runs = iter(range(9))
     record = verified(lambda inputs, outputs: outputs["o"].mul_(1 + next(runs) / 128))
-    assert (record.passed, record.deterministic, record.reason) == (False, False, "two runs differ")
+    assert (record.passed, record.deterministic, record.runs) == (False, False, 2)
+    assert record.reason == "run 2 differs from the first"
+
+
+def test_every_run_asked_for_must_give_the_same_bits() -> None:
+    calls: list[int] = []
+
+    def change_the_fifth(inputs: Inputs, outputs: Outputs) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            outputs["final_state"][0, 0, 0, 0] += 1e-6
+
+    records: list[Record] = []
+    for runs, deterministic, compared in ((4, True, 4), (7, False, 5)):
+        calls.clear()
+        runner.verify([CASE], [Changed(change_the_fifth)], "cpu", records.append, runs=runs)  # type: ignore[list-item]
+        assert (records[-1].deterministic, records[-1].runs) == (deterministic, compared)
+        assert len(calls) == compared
+    assert records[-1].reason == "run 5 differs from the first"
 
 
 def test_changed_inputs_fail_and_are_restored_for_the_next_backend() -> None:
@@ -201,6 +221,7 @@ def test_bench_times_and_checks() -> None:
             assert record.timing.clock == "wall"
             assert 0 < record.timing.gpu_ms < 1000 * 60
             assert record.compile_s > 0
+            assert record.clocks is record.peak_bytes is record.runs is None  # a CPU has none to tell
             assert record.kernels
         assert (gone.status, gone.reason, gone.hint, gone.timing) == (
             "missing",
@@ -266,7 +287,9 @@ def test_compiling_ahead_takes_a_job_per_peer_and_head_count(monkeypatch: pytest
         def __exit__(self, *error: object) -> None:
             pass
 
-        def submit(self, function: object, name: str, cases: list[Case], device: str, seed: int) -> Future[None]:
+        def submit(
+            self, function: object, name: str, cases: list[Case], device: str, seed: int, direction: Direction
+        ) -> Future[None]:
             elsewhere.append((name, (cases[0].hk, cases[0].hv), len(cases)))
             assert len({(case.hk, case.hv) for case in cases}) == 1
             future: Future[None] = Future()
@@ -274,7 +297,7 @@ def test_compiling_ahead_takes_a_job_per_peer_and_head_count(monkeypatch: pytest
             return future
 
     monkeypatch.setattr(runner, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(runner, "_compile", lambda name, cases, device, seed: here.update({name: list(cases)}))
+    monkeypatch.setattr(runner, "_compile", lambda name, cases, *_: here.update({name: list(cases)}))
     fakes = [
         Changed(nothing, "fla", compiles="per head count"),
         Changed(nothing, "flash-qla", compiles="per head count", reason="missing"),
@@ -297,12 +320,105 @@ def test_compiling_ahead_takes_a_job_per_peer_and_head_count(monkeypatch: pytest
 
 def test_one_thing_to_compile_waits_for_its_row_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     here: list[str] = []
-    monkeypatch.setattr(runner, "_compile", lambda name, cases, device, seed: here.append(name))
+    monkeypatch.setattr(runner, "_compile", lambda name, *_: here.append(name))
     fakes = [Changed(nothing, "flashinfer", compiles="once")]
     runner.warm_up([CASE], fakes, "cuda")  # type: ignore[arg-type]
     assert here == []
     runner.warm_up([CASE], fakes, "cuda", always=True)  # type: ignore[arg-type]
     assert here == ["flashinfer"]
+
+
+def test_verify_proves_gradients() -> None:
+    records: list[Record] = []
+    cases = [CASE, replace(CASE, gate="mixed", initial_state=False)]
+    chosen = backends.create(["flashqla", "torch-chunked", "torch-recurrent", "flashinfer"], "cpu", exact=True)
+    runner.verify(cases, chosen, "cpu", records.append, direction="bwd")
+    for case, rows in zip(cases, (records[:4], records[4:]), strict=True):
+        ours, exact, recurrent, flashinfer = rows
+        names = ["dq", "dk", "dv", "dg", "dbeta", *["dh0"] * case.initial_state, "dA_log", "ddt_bias"]
+        for record in (ours, exact, recurrent):
+            assert (record.status, record.passed, record.deterministic) == ("ok", True, True), record
+            assert (record.direction, record.runs) == ("bwd", 2)
+            assert list(record.errors) == names
+        assert set(ours.bounds.values()) == {2e-2 if case.gate == "strong" else 1e-2}
+        assert set(exact.bounds.values()) == {accuracy.EXACT}
+        assert 1e-4 < ours.errors["dk"].rel_l2 < 5e-3
+        assert ours.errors["dA_log"].rel_l2 < 1e-3
+        assert exact.errors["dA_log"].rel_l2 < 1e-12
+        assert flashinfer.status == "missing"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda inputs, outputs: outputs["dk"].mul_(1.1), "dk off the float64 recurrence"),
+        (
+            lambda inputs, outputs: outputs["dg"][0, 3, 1].fill_(torch.nan),
+            "dg, dA_log, ddt_bias off the float64 recurrence",
+        ),
+        (
+            lambda inputs, outputs: outputs["dbeta"][:, -1].fill_(torch.nan),
+            "rows of dbeta past the last offset are not 0",
+        ),
+        (
+            lambda inputs, outputs: outputs.update(dv=outputs["dv"].float()),
+            "dv is torch.float32, and its input torch.bfloat16",
+        ),
+        (lambda inputs, outputs: inputs.do.mul_(1.5), "it changed its inputs"),
+    ],
+)
+def test_wrong_gradients_fail_by_name(change: Change, reason: str) -> None:
+    records: list[Record] = []
+    ours = backends.create(["flashqla"], "cpu")[0]
+    runner.verify([CASE], [Changed(change), ours], "cpu", records.append, direction="bwd")  # type: ignore[list-item]
+    assert (records[0].passed, records[1].passed) == (False, True)
+    assert reason in records[0].reason
+
+
+def test_gradients_may_be_a_little_worse_than_those_of_the_best_peer() -> None:
+    def scaled(factor: float) -> Change:
+        return lambda inputs, outputs: outputs["dg"].mul_(factor)
+
+    def passed(*peers: Changed) -> bool | None:
+        records: list[Record] = []
+        case = replace(CASE, gate="mixed")
+        chosen = [Changed(scaled(1.05)), *peers]
+        runner.verify([case], chosen, "cpu", records.append, direction="bwd")  # type: ignore[arg-type]
+        assert all(record.passed is False for record in records[1:] if record.backend == "fla")
+        return records[0].passed
+
+    as_bad = Changed(scaled(1.05), "fla")
+    assert passed() is False
+    assert passed(as_bad) is True
+    assert passed(as_bad, Changed(nothing, "flash-qla")) is False
+
+
+@pytest.mark.parametrize("direction", ["bwd", "fwd+bwd"])
+def test_bench_times_and_checks_gradients(direction: Direction) -> None:
+    records: list[Record] = []
+    wrong = Changed(lambda inputs, outputs: outputs["dq"].mul_(1.2), "wrong")
+    chosen = [*backends.create(["flashqla", "torch-recurrent"], "cpu"), wrong]
+    runner.bench([CASE], chosen, "cpu", records.append, direction=direction, config=QUICK)  # type: ignore[arg-type]
+    assert [record.passed for record in records] == [True, True, False]
+    assert records[2].reason == "wrong result"
+    outputs = {"dq", "dk", "dv", "dg", "dbeta", "dh0"} | ({"o", "final_state"} if direction == "fwd+bwd" else set())
+    for record in records:
+        assert record.direction == direction
+        assert set(record.errors) == outputs
+        assert record.timing.repeats == 2
+        assert record.peak_bytes is record.saved_bytes is None
+    assert records[2].bound == records[2].bounds["dq"] == accuracy.GRADIENT_CHECK
+
+
+@pytest.mark.parametrize(("direction", "saved"), [("bwd", 700), ("fwd+bwd", None), ("fwd", None)])
+def test_what_a_forward_pass_leaves_is_counted_for_a_backward_pass_alone(
+    direction: Direction, saved: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = iter([300, 1000])
+    monkeypatch.setattr(measure, "allocated_bytes", lambda device: next(sizes))
+    records: list[Record] = []
+    runner.bench([CASE], [Changed(nothing)], "cpu", records.append, direction=direction, config=QUICK)  # type: ignore[list-item]
+    assert (records[0].status, records[0].saved_bytes) == ("ok", saved)
 
 
 def test_verify_leaves_the_number_of_threads_alone() -> None:

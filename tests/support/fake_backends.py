@@ -27,10 +27,12 @@ class Fake:
     call_s: float = 0.0  # and every call
     reason: str | None = None
     hint: str = "pip install it"
-    capturable: bool = False
     compiles: str = "never"
     exact: bool = False
     contract: bool = True
+
+    def uncapturable(self, direction: Direction) -> str | None:
+        return "it is a fake"
 
     def missing(self) -> str | None:
         return self.reason
@@ -73,7 +75,7 @@ class Fake:
                 rows._lost_gpu = lambda _: "CUDA error: an illegal memory access was encountered"
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def kernels(self, inputs: Inputs) -> list[str]:
+    def kernels(self, inputs: Inputs, direction: Direction) -> list[str]:
         return ["a kernel"]
 
 

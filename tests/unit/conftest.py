@@ -53,7 +53,7 @@ def timed() -> Callable[..., Record]:
         return Record.of(
             case,
             backend=backend,
-            direction="fwd",
+            direction=fields.pop("direction", "fwd"),
             command="bench",
             status="ok",
             seed=0,

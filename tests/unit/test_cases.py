@@ -110,6 +110,17 @@ def test_qwen_suite_is_the_published_sweep() -> None:
     assert all(case.batch == case.layout.startswith("1x") for case in cases)
 
 
+def test_backward_suite_is_the_published_table_and_two_more_head_counts() -> None:
+    rows = suite("bwd")
+    heads = dict.fromkeys((case.hk, case.hv) for case in rows)
+    assert list(heads) == [(16, 32), (8, 16), (4, 8), (2, 4), (16, 64), (16, 48)]
+    assert len(rows) == 6 * 8
+    assert {(len(case.lengths), case.tokens) for case in rows} == {(n, t) for n in (1, 2, 4, 8) for t in (8192, 32768)}
+    assert all((case.gate, case.initial_state, case.final_state) == ("mixed", True, True) for case in rows)
+    assert all(case.model for case in rows)
+    assert all(case.tokens <= 256 for case in suite("cpu_bwd"))
+
+
 def test_hard_suite_covers_the_inputs_that_break_kernels() -> None:
     cases = suite("hard")
     assert {case.gate for case in cases} == {

@@ -30,6 +30,8 @@ COMMANDS = [
     ["verify"],
     ["bench"],
     ["bench", "fwd"],
+    ["bench", "bwd"],
+    ["bench", "fwd+bwd"],
     ["doctor"],
     ["explain"],
     ["cases"],
@@ -135,6 +137,7 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         (["nothing"], 2, "No such command"),
         (["verify", "--bogus"], 2, "--bogus"),
         (["bench", "fwd", "--repeats", "0"], 2, "--repeats"),
+        (["verify", "--repeats", "1"], 2, "--repeats"),
         (["bench", "fwd", "--l2", "hot"], 2, "hot"),
         (["bench", "fwd", "--heads", "2"], 2, "error: --heads takes two numbers"),
         (["cases", "--suite", "no"], 2, "error: unknown suite"),
@@ -248,6 +251,7 @@ def test_verify_prints_the_table_on_stdout_and_nothing_else(layers: Layers, capf
     assert "compiling" not in result.stdout
     assert "what follows is PyTorch on the CPU" in result.stderr
     assert layers.asked["seed"] == 7
+    assert layers.asked["runs"] == 2
     assert layers.asked["exact"]
     assert layers.asked["cases"] == suite("smoke")
     streams = capfd.readouterr()  # the descriptors, which the runner does not catch
@@ -305,6 +309,57 @@ def test_bench_options_reach_the_runner(layers: Layers, timed: Make, tmp_path: P
     assert run.settings == {"suite": "qwen", "device": "cpu", "seed": 0, "repeats": 3, "l2": "warm"}
     assert result.stdout == out.read_text() == bench_text(run)
     assert "3.00x" in result.stdout
+
+
+def test_verify_repeats_reach_the_runner(layers: Layers, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    assert invoke("verify", "--suite", "smoke", "--repeats", "100", "--json", str(path)).exit_code == 0
+    assert layers.asked["runs"] == 100
+    assert read(path).settings == {"suite": "smoke", "device": "cpu", "seed": 0, "repeats": 100}
+
+
+def test_bench_shows_memory_when_asked(layers: Layers, timed: Make) -> None:
+    layers.answer = lambda case, backend: timed(case, backend, 1.0, peak_bytes=3 * 2**20)
+    few = ("bench", "fwd", "--suite", "cpu", "--lens", "1x512", "--heads", "2,8")
+    assert "peak MiB" not in invoke(*few).stdout
+    line = next(line for line in invoke(*few, "--memory").stdout.splitlines() if "1x512" in line)
+    assert line.split()[-2:] == ["3.0", "3.0"]
+
+
+def test_verify_takes_a_direction(layers: Layers, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    for arguments, kind, direction in (
+        ([], "verify-fwd", "fwd"),
+        (["fwd"], "verify-fwd", "fwd"),
+        (["bwd"], "verify-bwd", "bwd"),
+    ):
+        result = invoke("verify", *arguments, "--suite", "smoke", "--json", str(path))
+        assert result.exit_code == 0
+        assert result.stdout.startswith(f"flashqla verify {direction}\n")
+        assert (layers.asked["direction"], layers.asked["cases"]) == (direction, suite("smoke"))
+        assert read(path).kind == kind
+    assert invoke("verify", "--suite", "smoke", "bwd").exit_code == 0
+    assert layers.asked["direction"] == "bwd"
+
+
+@pytest.mark.parametrize("direction", ["bwd", "fwd+bwd"])
+def test_bench_takes_a_direction(
+    layers: Layers, timed: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direction: str
+) -> None:
+    layers.answer = lambda case, backend: timed(case, backend, 1.0, direction=direction)
+    path = tmp_path / "run.json"
+    result = invoke("bench", direction, "--json", str(path))
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"flashqla bench {direction}\n")
+    assert (layers.asked["direction"], layers.asked["cases"]) == (direction, suite("cpu_bwd"))
+    run = read(path)
+    assert run.kind == f"bench-{direction}"
+    assert {record.direction for record in run.records} == {direction}
+    hopper = device.Gpu("NVIDIA H200", (9, 0), 132, 2**37, "feed", "580.1")
+    monkeypatch.setattr(device, "gpu", lambda index=0: hopper)
+    pretend_torch(monkeypatch, cuda=True)
+    invoke("bench", direction)
+    assert (layers.asked["device"], layers.asked["cases"]) == ("cuda", suite("bwd"))
 
 
 def test_json_to_stdout_is_json_alone(layers: Layers, tmp_path: Path) -> None:
@@ -542,6 +597,15 @@ def test_a_crash_keeps_finished_rows_and_the_older_file(layers: Layers, tmp_path
     assert path.read_text() == "older"
     assert f"hint: rows finished so far are in {path}.jsonl" in result.stderr
     assert len(read(tmp_path / "run.json.jsonl").records) == 3
+
+
+def test_a_backward_pass_has_no_roofline(layers: Layers) -> None:
+    result = invoke("bench", "bwd", "--roofline")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert (
+        "error: the least time of a backward pass is not known\n  given      --roofline, bench bwd\n" in result.stderr
+    )
+    assert "cases" not in layers.asked
 
 
 @pytest.mark.parametrize(

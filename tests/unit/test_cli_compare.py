@@ -232,6 +232,17 @@ def test_show_renders_what_was_printed(save: Save, row: Make, verified: Make, ma
     assert invoke("show", "none.json").exit_code == 2
 
 
+def test_show_adds_columns(save: Save, row: Make, verified: Make) -> None:
+    path = save("bench", row(A, 1.0, peak_bytes=2**21))
+    assert "peak MiB" not in invoke("show", path).stdout
+    assert "2.0" in invoke("show", path, "--memory").stdout
+    assert "| peak MiB flashqla |" in invoke("show", path, "--memory", "--format", "markdown").stdout
+    assert "TFLOP/s" in invoke("show", path, "--roofline").stdout
+    refused = invoke("show", save("verify", verified(A, "flashqla", 1e-3, 1e-3), kind="verify-fwd"), "--memory")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: a verify run has no such columns\n  given      --memory\n")
+
+
 def test_show_as_csv(save: Save, row: Make, absent: Make) -> None:
     path = save("run", row(A, 1.5), absent(B, "fla", reason='no "fla",\nsorry'))
     first, second = csv.DictReader(io.StringIO(invoke("show", path, "--format", "csv").stdout))

@@ -2,17 +2,22 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from flashqla.cases import Case, suite
+from flashqla.compare import compare, read_thresholds
 from flashqla.records import read
-from flashqla.tables import bench_text
+from flashqla.tables import bench_text, verify_text
+
+FEW = ("bench", "fwd", "--suite", "cpu", "--lens", "1x512", "--repeats", "5")
 
 
 def flashqla(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -37,6 +42,42 @@ def test_verify_proves_the_smoke_suite(tmp_path: Path) -> None:
     assert "what follows is PyTorch on the CPU" in done.stderr
 
 
+def test_verify_proves_gradients_of_the_smoke_suite(tmp_path: Path) -> None:
+    done = flashqla("verify", "bwd", "--suite", "smoke", "--json", "run.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = read(tmp_path / "run.json")
+    assert run.kind == "verify-bwd"
+    assert verify_text(run) == done.stdout
+    ours = [record for record in run.records if record.backend == "flashqla"]
+    assert [record.case_id for record in ours] == [case.id for case in suite("smoke")]
+    for record in ours:
+        assert (record.status, record.passed, record.deterministic) == ("ok", True, True)
+        assert {*record.errors} >= {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias"}
+        assert sum(error.nan + error.inf for error in record.errors.values()) == 0
+        assert 0 < record.errors["dk"].rel_l2 < record.bounds["dk"] <= 2e-2
+
+
+def test_bench_times_gradients_and_compares_them(tmp_path: Path) -> None:
+    arguments = ["--suite", "cpu_bwd", "--heads", "2,4", "--lens", "1x128", "--repeats", "5"]
+    for direction in ("bwd", "fwd+bwd"):
+        done = flashqla("bench", direction, *arguments, "--json", f"{direction}.json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        run = read(tmp_path / f"{direction}.json")
+        assert bench_text(run) == done.stdout
+        assert [(record.backend, record.passed) for record in run.records] == [
+            ("flashqla", True),
+            ("torch-recurrent", True),
+        ]
+        again = flashqla("compare", f"{direction}.json", f"{direction}.json", cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        assert again.stdout.startswith(f"flashqla compare bench {direction}\n")
+    times = [read(tmp_path / f"{direction}.json").records[0].timing for direction in ("bwd", "fwd+bwd")]
+    assert all(times)
+    mixed = flashqla("compare", "bwd.json", "fwd+bwd.json", cwd=tmp_path)
+    assert mixed.returncode == 2
+    assert "bench bwd against bench fwd+bwd" in mixed.stderr
+
+
 def test_bench_times_a_row_and_renders_its_file(tmp_path: Path) -> None:
     arguments = ["--suite", "cpu", "--heads", "2,8", "--lens", "1x512", "--repeats", "2"]
     done = flashqla("bench", "fwd", *arguments, "--json", "run.json", "--out", "run.txt", cwd=tmp_path)
@@ -51,6 +92,97 @@ def test_bench_times_a_row_and_renders_its_file(tmp_path: Path) -> None:
         assert record.timing.gpu_ms is not None
         assert 0 < record.timing.gpu_ms < 60_000
         assert record.timing.clock == "wall"
+
+
+def test_what_is_written_fits_the_published_schema(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="extra dev has jsonschema: make setup")
+    schema = json.loads(flashqla("schema", cwd=tmp_path).stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    verify = ["--suite", "smoke", "--backend", "flashqla", "--backend", "fla"]
+    small = ["--suite", "cpu_bwd", "--lens", "1x128", "--repeats", "5"]
+    for command in (
+        ["verify", *verify],
+        [*FEW],
+        ["verify", "bwd", *verify, "--repeats", "3"],
+        ["bench", "bwd", *small],
+        ["bench", "fwd+bwd", *small],
+    ):
+        done = flashqla(*command, "--json", "-", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        run = json.loads(done.stdout)
+        assert [error.message for error in validator.iter_errors(run)] == []
+        assert {record["status"] for record in run["records"]} >= {"ok"}
+        known = set(schema["$defs"]["Record"]["properties"])
+        assert all(set(record) == known for record in run["records"])
+        for field, wrong in (("status", "fine"), ("peak_bytes", -1), ("seed", None), ("clocks", {"sm_mhz": "high"})):
+            broken = {**run, "records": [{**run["records"][0], field: wrong}]}
+            assert list(validator.iter_errors(broken)), field
+
+
+def test_a_run_has_no_regression_against_itself_or_its_twin(tmp_path: Path) -> None:
+    for name in ("first.json", "second.json"):
+        done = flashqla(*FEW, "--json", name, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    first, second = (read(tmp_path / name) for name in ("first.json", "second.json"))
+    itself = compare(first, first)
+    assert len(itself) == len(first.records) == 8
+    assert {(row.ratio, row.word in ("same", "unclear")) for row in itself} == {(1.0, True)}
+    assert flashqla("compare", "first.json", "first.json", cwd=tmp_path).returncode == 0
+
+    suggested = flashqla("calibrate", "first.json", "second.json", cwd=tmp_path)
+    assert suggested.returncode == 0, suggested.stderr
+    (tmp_path / "thresholds.toml").write_text(suggested.stdout)
+    limits = read_thresholds(tmp_path / "thresholds.toml")
+    for old, new in (("first.json", "second.json"), ("second.json", "first.json")):
+        done = flashqla("compare", old, new, "--thresholds", "thresholds.toml", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout
+    for row in compare(first, second, limits):
+        assert row.ratio is not None
+        assert 1 / (1 + row.threshold) < row.ratio < 1 + row.threshold
+
+    # A change that is larger than what the thresholds forgive is found.
+    slowed = [
+        record.model_copy(
+            update={
+                "timing": record.timing
+                and record.timing.model_copy(
+                    update={
+                        "gpu_ms": 3 * (1 + limits.of(record.case_id)) * max(record.timing.samples),
+                        "samples": [3 * (1 + limits.of(record.case_id)) * ms for ms in record.timing.samples],
+                    }
+                )
+            }
+        )
+        for record in second.records
+    ]
+    words = [row.word for row in compare(second, second.model_copy(update={"records": slowed}), limits)]
+    assert words == ["slower"] * len(second.records)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_quiet_shows_no_progress_on_a_terminal(tmp_path: Path, quiet: bool) -> None:
+    command = [sys.executable, "-m", "flashqla", "verify", "--suite", "smoke", "-k", "*1x128*", *["--quiet"] * quiet]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", "NO_COLOR": "1"}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # how Linux tells that nobody holds the other end any more
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+        assert process.stdout is not None
+        table = process.stdout.read().decode()
+    os.close(ours)
+    assert process.returncode == 0
+    assert "\nflashqla: 1 passed, 0 failed\n" in table
+    if quiet:
+        assert shown.decode().splitlines() == [
+            "note: no Hopper GPU here (no GPU): what follows is PyTorch on the CPU, not the kernels"
+        ]
+    else:
+        assert b"hk2-hv4/1x128/mixed" in shown
+        assert b"0/2" in shown
 
 
 def test_a_captured_call_is_verified_timed_and_resumed(tmp_path: Path) -> None:

@@ -239,9 +239,19 @@ def test_verify_rows_that_fail_or_are_not_judged(make_run: Callable[..., Run], v
 # Conditions
 
 
-def test_a_bench_run_is_not_compared_with_a_verify_run(make_run: Callable[..., Run]) -> None:
-    with pytest.raises(ArgumentError, match="bench against verify"):
-        compare(make_run(), make_run(kind="verify-fwd"))
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("bench-fwd", "verify-fwd", "bench fwd against verify fwd"),
+        ("bench-bwd", "bench-fwd+bwd", r"bench bwd against bench fwd\+bwd"),
+        ("verify-bwd", "verify-fwd", "verify bwd against verify fwd"),
+    ],
+)
+def test_runs_of_different_commands_are_not_compared(
+    make_run: Callable[..., Run], old: str, new: str, text: str
+) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        compare(make_run(kind=old), make_run(kind=new))
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,14 @@ def test_gpus_are_counted_as_cuda_counts_them(
     assert (found.name if found else None) == name
 
 
-def test_clocks_leave_out_what_cannot_be_read(nvml: Nvml) -> None:
-    assert device.clocks(1) == device.Clocks(1755, 3201, None, 61, ["power cap", "hardware thermal"])
+def test_clocks_leave_out_what_cannot_be_read(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    with device.meter(1) as read:
+        assert nvml.open == 1
+        assert read() == device.Clocks(1755, 3201, None, 61, ["power cap", "hardware thermal"])
+        monkeypatch.setattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", nvml.nvmlDeviceGetPowerUsage)
+        assert read() == device.Clocks(1755, 3201, None, 61, None)  # unknown, and not: none
+        assert nvml.open == 1  # for both readings
+    assert nvml.open == 0
 
 
 def test_without_a_driver_there_is_no_gpu(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +134,8 @@ def test_without_a_driver_there_is_no_gpu(nvml: Nvml, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(nvml, "nvmlInit", fail)
     assert device.gpu() is None
-    assert device.clocks() is None
+    with device.meter() as read:
+        assert read() is None
 
 
 def test_environment_reports_what_is_installed_and_nothing_else(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:

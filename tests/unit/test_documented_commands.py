@@ -130,7 +130,9 @@ def test_named_commands_parse_but_for_what_they_leave_out(command: str) -> None:
         check_cases(arguments)
 
 
-@pytest.mark.parametrize("command", ["verify --siute smoke", "bench", "bench bwd", "cases --suite cpu extra", "shwo"])
+@pytest.mark.parametrize(
+    "command", ["verify --siute smoke", "bench", "bench bdw", "verify bwb", "cases --suite cpu extra", "shwo"]
+)
 def test_a_command_that_is_not_there_is_noticed(command: str) -> None:
     output, seen = parse(words_of(command))
     assert output or not seen

@@ -18,7 +18,7 @@ from flashqla import plots, report
 from flashqla.cases import Case
 from flashqla.cli.app import app
 from flashqla.errors import EnvironmentProblem
-from flashqla.records import Record, Run, Writer, to_json
+from flashqla.records import Record, Run, TensorErrors, Writer, to_json
 
 pytest.importorskip("matplotlib")
 
@@ -86,7 +86,7 @@ def test_page_has_the_numbers_and_what_made_them(bench: Run) -> None:
     assert "flashqla bench fwd on NVIDIA H200" in text
     assert "2.83x the speed of fla, geometric mean 2.00x to 4.00x; faster in 2 of 2 rows" in text
     assert "23% of the floor, median 14% to 46%, 3 rows" in text
-    assert "132 SMs, driver 580.1, SM clock 1755 MHz" in text
+    assert "132 SMs, driver 580.1, SM clock 1755 MHz, 60 C, 500 W" in text
     assert "kernels sources sha256 0123456789abcdef" in text
     assert "L2 cold, CUDA graph replay" in text
     assert "1x32768 0.1000 0.4000 n/a 1 0.2000 4.00x - 0.0462 365 1709 46%" in text
@@ -105,6 +105,34 @@ def test_rows_that_went_wrong_are_listed_with_reason_and_hint(bench: Run) -> Non
     text = Elements(report.html([bench])).text
     assert "flashinfer : missing , it is not installed (pip install flashinfer) 2 rows" in text
     assert f"flashinfer : oom , 20 GB asked (pip install flashinfer) : {C.id}" in text
+
+
+def test_pages_show_peak_memory_where_it_is_known(bench: Run) -> None:
+    first = bench.records[0].model_copy(update={"peak_bytes": 7 * 2**19})
+    known = bench.model_copy(update={"records": [first, *bench.records[1:]]})
+    assert "4.00x - 0.0462 365 1709 46% 3.5" in Elements(report.html([known])).text
+    assert "| of floor flashqla | peak MiB flashqla |\n" in report.summary([known])
+    assert "peak MiB" not in report.summary([bench]) + report.html([bench])
+
+
+def test_pages_of_gradients(make_run: Callable[..., Run], timed: Make, verified: Make) -> None:
+    bench = make_run(
+        timed(A, "flashqla", 0.1, direction="bwd", peak_bytes=2**20, saved_bytes=2**21),
+        timed(A, "fla", 0.4, direction="bwd", peak_bytes=2**22, saved_bytes=2**22),
+        kind="bench-bwd",
+    )
+    errors = {name: TensorErrors(rel_l2=2e-3, max_abs=1.0, cosine=1.0) for name in ("dq", "dk", "dA_log")}
+    ours = verified(A, "flashqla", 0, 0, bounds=dict.fromkeys(errors, 1e-2)).model_copy(update={"errors": errors})
+    verify = make_run(ours, kind="verify-bwd")
+    text = Elements(report.html([bench, verify])).text
+    assert "flashqla bench bwd on NVIDIA H200" in text
+    assert "1x32768 0.1000 0.4000 0.2000 4.00x 1.0 4.0 2.0 4.0" in text
+    assert f"{A.id} dq 2.0e-03 1.0e-02 ok dk 2.0e-03 1.0e-02 dA_log 2.0e-03 1.0e-02" in text
+    assert list(plots.inline(bench)) == ["latency", "speedup"]
+    assert list(plots.inline(verify)) == ["accuracy"]
+    summary = report.summary([bench, verify])
+    assert "4.00x the speed of fla" in summary
+    assert "of floor" not in summary
 
 
 def test_plots_of_a_bench_run_hold_its_rows(bench: Run) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from flashqla.cases import Case
+from flashqla.errors import ArgumentError
 from flashqla.records import Record, Run, TensorErrors, read, to_json
-from flashqla.tables import bench_text, csv, markdown, page, verify_text
+from flashqla.tables import bench_page, bench_text, csv, markdown, page, text, verify_text
 
 A = Case(2, 8, (32768,), batch=True, model="397B/122B TP8")
 B = Case(2, 8, (28672, 4096), model="397B/122B TP8")
@@ -18,7 +19,7 @@ C = Case(16, 16, (2048,), batch=True, model="2B/0.8B TP1")
 BENCH = """\
 flashqla bench fwd
   started   2026-01-02T03:04:05+00:00
-  device    NVIDIA H200, 132 SMs, driver 580.1, SM clock 1755 MHz
+  device    NVIDIA H200, 132 SMs, driver 580.1, SM clock 1755 MHz, 60 C, 500 W
   cpu       a CPU
   software  flashqla 0.1.0 (git abc123), python 3.11.7, torch 2.13.0, CUDA 13.0, triton 3.7.0, tilelang 0.1.15, \
 tvm-ffi 0.1.12
@@ -49,7 +50,7 @@ All rows: flashqla faster than
 ms: median time of the op alone.
 call ms: median time of flashqla called from Python and waited for.
 faster than: time of the other / time of flashqla; above 1.00x flashqla is the faster one.
-n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled.
+n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled (power cap).
 Means leave out rows without a ratio.
 [1] flashinfer: missing, it is not installed, hint: pip install flashinfer
 [2] fla: wrong result
@@ -152,6 +153,88 @@ def test_on_the_cpu_there_is_one_time_per_call(make_run: Callable[..., Run], tim
     text = bench_text(make_run(wall))
     assert "wall clock" in text
     assert "call ms" not in text
+
+
+def test_peak_memory_has_columns_of_its_own(make_run: Callable[..., Run], timed: Make, absent: Make) -> None:
+    run = make_run(
+        timed(A, "flashqla", 0.5, peak_bytes=3 * 2**30),
+        timed(A, "fla", 1.0, peak_bytes=0),
+        timed(B, "flashqla", 0.5, peak_bytes=2**19),
+        absent(B, "fla"),
+    )
+    shown = text(bench_page(run, memory=True))
+    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert lines["layout"][-2:] == ["flashqla", "fla"]
+    assert lines["1x32768"][-2:] == ["3072.0", "0.0"]
+    assert lines["28672+4096"][-2:] == ["0.5", "-"]
+    assert "\npeak MiB: device memory that a call allocates at its peak" in shown
+    both = text(bench_page(run, memory=True, roofline=True))
+    assert next(line for line in both.splitlines() if "1x32768" in line).split()[-3:] == ["9%", "3072.0", "0.0"]
+    assert "MiB" not in bench_text(run)
+    head, *rows = csv_reader(csv(run).splitlines())
+    assert [dict(zip(head, row, strict=True))["peak_bytes"] for row in rows] == [str(3 * 2**30), "0", str(2**19), ""]
+
+
+def test_backward_runs_show_memory_where_it_is_known(make_run: Callable[..., Run], timed: Make) -> None:
+    known = timed(A, "flashqla", 0.5, direction="bwd", peak_bytes=2**20, saved_bytes=3 * 2**20)
+    run = make_run(known, timed(A, "fla", 1.0, direction="bwd", peak_bytes=2**21), kind="bench-bwd")
+    shown = bench_text(run)
+    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert lines["1x32768"][1:] == ["0.5000", "1.0000", "1.0000", "2.00x", "1.0", "2.0", "3.0", "-"]
+    assert lines["layout"][-4:] == ["flashqla", "fla"] * 2
+    assert shown.startswith("flashqla bench bwd\n")
+    assert "\nms: median time of the backward pass alone, on what one forward pass saved.\n" in shown
+    assert "\nsaved MiB: device memory that a forward pass leaves" in shown
+    bare = bench_text(make_run(timed(A, "flashqla", 0.5, direction="fwd+bwd"), kind="bench-fwd+bwd"))
+    assert "MiB" not in bare
+    assert "\nms: median time of forward and backward pass, through autograd.\n" in bare
+    with pytest.raises(ArgumentError, match="the least time of a backward pass is not known"):
+        page(run, roofline=True)
+
+
+GRADIENTS = """\
+  case                      of      flashqla    bound       fla  flashinfer         verdict
+  hk2-hv8/1x32768/mixed     dq       1.0e-03  1.0e-02   2.0e-03      n/a[1]              ok
+                            dg       2.0e-03  2.0e-02   3.0e-03
+                            dh0      1.0e-03  1.0e-02         -
+  hk16-hv16/1x2048/mixed              n/a[2]        -         -           -             oom
+  hk2-hv8/28672+4096/mixed  dq   1.1e-02![3]  1.0e-02   1.0e-03           -  WRONG, fla off
+                            dg       2.0e-03  2.0e-02  9.0e-01!
+"""
+
+
+def test_gradients_have_a_line_each(make_run: Callable[..., Run], verified: Make, absent: Make) -> None:
+    def gradients(case: Case, backend: str, passed: bool = True, **errors: float) -> Record:
+        found = {name: TensorErrors(rel_l2=error, max_abs=error, cosine=1.0) for name, error in errors.items()}
+        bounds = {"dq": 1e-2, "dg": 2e-2, "dh0": 1e-2}
+        record = verified(case, backend, 0, 0, passed=passed, bounds={name: bounds[name] for name in errors})
+        return record.model_copy(update={"errors": found, "direction": "bwd", "kernels": []})
+
+    run = make_run(
+        gradients(B, "flashqla", False, dq=1.1e-2, dg=2e-3).model_copy(update={"reason": "dq off"}),
+        gradients(B, "fla", False, dq=1e-3, dg=0.9),
+        gradients(A, "flashqla", dq=1e-3, dg=2e-3, dh0=1e-3),
+        gradients(A, "fla", dq=2e-3, dg=3e-3),
+        absent(A, "flashinfer", "unsupported", reason="no", hint=None),
+        absent(C, "flashqla", "oom", reason="too much", hint=None),
+        kind="verify-bwd",
+    )
+    assert verify_text(run).split("\n\n")[1] == GRADIENTS.rstrip("\n")
+
+
+def test_columns_of_bench_are_refused_for_verify(make_run: Callable[..., Run], verified: Make) -> None:
+    run = make_run(verified(A, "flashqla", 1e-3, 1e-3), kind="verify-fwd")
+    with pytest.raises(ArgumentError, match="a verify run has no such columns"):
+        page(run, memory=True)
+
+
+def test_the_number_of_runs_that_agreed_is_told(make_run: Callable[..., Run], verified: Make) -> None:
+    rows = [verified(A, "flashqla", 1e-3, 1e-3, runs=100, deterministic=True),
+            verified(B, "flashqla", 1e-3, 1e-3, runs=7, deterministic=False)]  # fmt: skip
+    shown = verify_text(make_run(*rows, kind="verify-fwd"))
+    assert "\nEach result was made 100 times, with the same bits unless its verdict says otherwise.\n" in shown
+    assert "not deterministic" in next(line for line in shown.splitlines() if B.id in line)
+    assert "Each result" not in verify_text(make_run(verified(A, "flashqla", 1e-3, 1e-3), kind="verify-fwd"))
 
 
 def test_markdown_has_the_same_cells(bench_run: Run) -> None:

@@ -30,6 +30,7 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from flashqla.ops.kernels.common import (
+    BACKWARD_RECORD,
     BETA,
     BETA_DECAY,
     CHUNK,
@@ -40,7 +41,6 @@ from flashqla.ops.kernels.common import (
     KEY_DECAY,
     MANUAL_ROLES,
     OUT_SCALE,
-    RECORD,
     SMALL_BETA,
     TILE,
     WARP,
@@ -279,7 +279,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         k: T.StridedTensor((tokens, hk, HEAD_DIM), (k0, k1, 1), dtype),
         v: T.StridedTensor((tokens, hv, HEAD_DIM), (v0, v1, 1), dtype),
         A: T.Tensor((tokens, hv, CHUNK), dtype),
-        records: T.Tensor((slots, hv, RECORD, CHUNK), "float32"),
+        records: T.Tensor((slots, hv, BACKWARD_RECORD, CHUNK), "float32"),
         cu_seqlens: T.Tensor((offsets,), "int32"),
         entering: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (e0, e1, e2, e3), state_dtype),
         states: T.Tensor((slots, hv, HEAD_DIM, HEAD_DIM), dtype),
@@ -297,7 +297,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         with T.Kernel(hv * slices, segments, threads=THREADS) as (bx, segment):
             T.import_source(cuda("tiles", "segments"))
             k_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
-            record_smem = T.alloc_shared((QK_STAGES, RECORD, CHUNK), "float32")
+            record_smem = T.alloc_shared((QK_STAGES, BACKWARD_RECORD, CHUNK), "float32")
             v_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
             a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
             s_smem = T.alloc_shared((groups, HALVES, TILE, TILE), dtype)
@@ -351,7 +351,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             if summary:
                 if index > 0:
                     chunks = T.call_extern(
-                        "int32", "flashqla::forgotten_after", T.address_of(records[slot, head, CHUNK_DECAY, 1]), hv * RECORD * CHUNK,
+                        "int32", "flashqla::forgotten_after", T.address_of(records[slot, head, CHUNK_DECAY, 1]), hv * BACKWARD_RECORD * CHUNK,
                         T.ceildiv(length, CHUNK), FORGOTTEN,
                     )
                     if chunks < T.ceildiv(length, CHUNK):

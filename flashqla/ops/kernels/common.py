@@ -24,13 +24,16 @@ WARP_GROUP = 128  # threads
 # log gate inside the chunk in base 2, and rq, rk the inverse norms of a query and a key (1 unless the op normalises them):
 ROW_LOG = 0  # G + log2(rq)      2^(ROW_LOG[i] - COL_LOG[j]) is the factor of q_i . k_j in P, but for the scale
 COL_LOG = 1  # G - log2(rk)
-BETA = 2
-BETA_DECAY = 3  # beta * 2^G * rk       factor of k . S in U
-OUT_SCALE = 4  # scale * 2^G * rq       factor of q . S in o
-KEY_DECAY = 5  # 2^(G[last] - G) * rk   factor of k in the state that leaves the chunk
-CHUNK_DECAY = 6  # 2^G[last], then G[last]
-KEY_LOG = 7  # G + log2(rk)      2^(KEY_LOG[i] - COL_LOG[j]) is the factor of beta[i] k_i . k_j in M; for the backward pass
-RECORD = 8
+DECAY = 2  # 2^G * rk                factor of k . S in W
+OUT_SCALE = 3  # scale * 2^G * rq    factor of q . S in o
+KEY_DECAY = 4  # 2^(G[last] - G) * rk   factor of k in the state that leaves the chunk
+CHUNK_DECAY = 5  # 2^G[last], then G[last]
+RECORD = 6
+# The backward pass has rows of its own after those.
+BETA = 6
+BETA_DECAY = 7  # beta * 2^G * rk
+KEY_LOG = 8  # G + log2(rk)      2^(KEY_LOG[i] - COL_LOG[j]) is the factor of beta[i] k_i . k_j in M
+BACKWARD_RECORD = 9
 SMALL_BETA = 2.0**-10  # below, the gradient of beta does not come from what was scaled by beta
 FORGOTTEN = -24.0  # base-2 log of a decay that leaves of a state less than a rounding of fp32
 # Chunk c of sequence n has the slot cu_seqlens[n] // 64 + n + c. That needs no table, keeps apart the chunks of different sequences, and leaves

@@ -1,9 +1,9 @@
 """The recurrence over the chunks of a sequence, with the outputs: one pass, the state in registers from first chunk to last.
 
-    W  = beta V - (beta decay K) S       U = A W             P = scale * lower(Q K^T) * R
+    W  = V - (decay K) S                 U = A W             P = scale * lower(Q K^T) * R
     O  = scale decay Q S + P U           S <- decay_C S + (decay_C / decay K)^T U
 
-Shapes  q, k [T, hk, 128], v, o [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records [slots, hv, 8, 64] fp32 of the inverse kernel;
+Shapes  q, k [T, hk, 128], v, o [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records [slots, hv, 6, 64] fp32 of the inverse kernel;
         initial_state [N, hv, K, V] fp32, bf16 or fp16, final_state the same in fp32, any strides; on demand h [chunks, hv, K, V],
         the state that enters each chunk; of a split sequence states [segments, hv, V, K] fp32, at the end of each segment
 Grid    a CTA per segment (of segment_chunks chunks; 0: a whole sequence), value head and v_tile columns of V
@@ -14,9 +14,11 @@ Everything is transposed: a state warpgroup keeps S^T [64 columns of V, 128] in 
 operand from registers; only K, Q, A and P pass through shared memory.
 
     STATE  one or two warpgroups, 64 columns of V each           LOAD   one warp: TMA in, zeros past the end of a sequence
-    SCORE  one warpgroup: P                                      STORE  one warp: o out
+    SCORE  one warpgroup: P, or Z                               STORE  one warp: o out
 
-A barrier is named for what it says is ready or free: qk (q, k and record), va (v and A), p, o.
+Two state warpgroups share a CTA whose SCORE warpgroup has time left: it makes Z = P A, and the output P U = Z W waits for U no more.
+
+A barrier is named for what it says is ready or free: in (q, k, v, A and record), p (P or Z), o.
 """
 
 from types import SimpleNamespace
@@ -27,30 +29,26 @@ from tilelang.layout import make_swizzled_layout
 
 from flashqla.ops.kernels.common import (
     CHUNK,
+    CHUNK_DECAY,
+    COL_LOG,
+    DECAY,
     HEAD_DIM,
     HOPPER,
     KEY_DECAY,
     MANUAL_ROLES,
     OUT_SCALE,
     RECORD,
+    ROW_LOG,
     TILE,
     WARP,
     WARP_GROUP,
     cuda,
 )
-from flashqla.ops.kernels.roles import (
-    QK_STAGES,
-    STAGES,
-    decay_state,
-    load_v,
-    prediction_error,
-    release,
-    scale_columns,
-    score,
-)
 
+STAGES = 3  # of what is loaded; with two, loads are late, four do not fit
+OUT_STAGES = 2  # of what is made
 # Registers a thread of STATE, SCORE and the rest, by number of state warpgroups. In all 65536: two state warpgroups leave little to the others.
-REGISTERS = {1: (232, 152, 40), 2: (192, 88, 40)}
+REGISTERS = {1: (232, 152, 40), 2: (192, 96, 32)}
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -64,13 +62,19 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
     LOAD_END = SCORE_END + WARP
     STORE_END = LOAD_END + WARP
     THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
-    STATE_WARPS, SCORE_WARPS = STATE_END // WARP, WARP_GROUP // WARP
 
     tokens, slots, hk, hv, sequences, segments, offsets, h_chunks = (
         T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "segments", "offsets", "h_chunks")
     )
     q0, q1, k0, k1, v0, v1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1"))
     i0, i1, i2, i3, f0, f1, f2, f3, h0, h1, h2, h3, s0, s1, s2, s3 = (T.dynamic(f"{x}{d}") for x in "ifhs" for d in range(4))
+
+    @T.macro
+    def release_p(x, i):
+        """This warp has read P of chunk i. One lane arrives for all, after all: an arrival orders the reads of its own thread alone."""
+        T.sync_warp()
+        if x.tx % WARP == 0:
+            T.barrier_arrive(x.p_free[i % OUT_STAGES])
 
     @T.macro
     def read_state(S, x, w):
@@ -87,9 +91,9 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
 
     @T.macro
     def write_state(S, x, w):
-        if T.And(x.is_last, x.has_final_state != 0):
+        if x.ended_smem[0] >= 0:
             for v, k in T.Parallel(TILE, HEAD_DIM):
-                x.final_state[x.sequence, x.head, k, x.first_column + w * TILE + v] = S[v, k]
+                x.final_state[x.ended_smem[0], x.head, k, x.first_column + w * TILE + v] = S[v, k]
 
     @T.macro
     def round_state(S, S_in, i, x, w):
@@ -102,32 +106,61 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 )
 
     @T.macro
-    def store_o(O, i, x, w):
-        O_out = T.alloc_fragment((TILE, CHUNK), dtype)
-        T.copy(O, O_out)
-        T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.o_smem[i % STAGES, w, 0, 0]), O_out.data)
-        T.fence_proxy_async()
-        T.barrier_arrive(x.o_ready[i % STAGES])
+    def load_factor(factor, row, s, x):
+        T.copy(x.record_smem[s, row, :], factor)
 
     @T.macro
-    def enter(i, leaving, S, S_in, X, O, V, x, w):
-        """Start chunk i with X = K S; while that runs, finish the output of the chunk before, whose P U is under way when `leaving`.
+    def prediction_error(W, V, X, decay):
+        """W = V - decay X, X = K S."""
+        for v, t in T.Parallel(TILE, CHUNK):
+            W[v, t] = V[v, t] - X[v, t] * decay[t]
+
+    @T.macro
+    def scale_columns(to, tokens_of, factor):
+        for v, t in T.Parallel(TILE, CHUNK):
+            to[v, t] = tokens_of[v, t] * factor[t]
+
+    @T.macro
+    def decay_state(S, s, x):
+        for v, k in T.Parallel(TILE, HEAD_DIM):
+            S[v, k] = S[v, k] * x.record_smem[s, CHUNK_DECAY, 0]
+
+    @T.macro
+    def load_v(V, s, x, w):
+        T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[s, w, 0, 0], "r"))
+
+    @T.macro
+    def put_o(O, i, x, w):
+        O_out = T.alloc_fragment((TILE, CHUNK), dtype)
+        T.copy(O, O_out)
+        # Said to be read: a write would make TileLang put a fence before the next product. The one that is needed stands in publish_o.
+        T.call_extern("handle", "flashqla::store_transposed", T.access_ptr(x.o_smem[i % OUT_STAGES, w, 0, 0], "r"), O_out.data)
+
+    @T.macro
+    def publish_o(i, x):
+        T.fence_proxy_async()
+        T.barrier_arrive(x.o_ready[i % OUT_STAGES])
+
+    @T.macro
+    def enter(i, leaving, s, last, turn, S, S_in, X, O, V, x, w):
+        """Start chunk i, in stage s, with X = K S; while that runs, finish the output of the chunk before, in stage `last`, whose P U is under
+        way when `leaving`. `turn`: parity of the times that stage s was filled.
 
         Nothing is under way afterwards. That is where the loop turns: wgmma across its back edge would be serialized.
         """
         if leaving:
             T.wait_wgmma(1)  # the state; P U goes on
         round_state(S, S_in, i, x, w)
-        T.barrier_wait(x.qk_ready[i % QK_STAGES], (i // QK_STAGES) & 1)
-        T.wgmma_gemm(S_in, x.k_smem[i % QK_STAGES, :, :], X, transpose_B=True, clear_accum=True)
+        T.barrier_wait(x.in_ready[s], turn)
+        T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
         if leaving:
-            last = i - 1
-            T.barrier_wait(x.o_free[last % STAGES], ((last // STAGES) & 1) ^ 1)
+            T.barrier_wait(x.o_free[(i - 1) % OUT_STAGES], (((i - 1) // OUT_STAGES) & 1) ^ 1)
             T.wait_wgmma(1)  # P U; K S goes on
-            release(x, x.qk_free, last % QK_STAGES)
-            release(x, x.p_free, last % STAGES)
-            store_o(O, last, x, w)
-        load_v(V, i, x, w)
+            T.barrier_arrive(x.in_free[last])
+            release_p(x, i - 1)
+            put_o(O, i - 1, x, w)
+            publish_o(i - 1, x)
+        load_v(V, s, x, w)
         T.wait_wgmma(0)
 
     @T.macro
@@ -143,29 +176,47 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         V = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
         U = T.alloc_fragment((TILE, CHUNK), dtype)
+        decay = T.alloc_fragment((CHUNK,), "float32")
+        out_scale = T.alloc_fragment((CHUNK,), "float32")
+        key_decay = T.alloc_fragment((CHUNK,), "float32")
+        s = T.alloc_var("int32")  # a stage, and its parity; the next one
+        turn = T.alloc_var("int32")
+        last = T.alloc_var("int32")
+        s = 0
+        turn = 0
         read_state(S, x, w)
         if x.chunks > 0:
-            enter(0, False, S, S_in, X, O, V, x, w)
+            enter(0, False, s, s, turn, S, S_in, X, O, V, x, w)
             for i in T.unroll(x.chunks, unroll_factor=1):
-                prediction_error(W, V, X, i, x)
-                T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
-                T.wgmma_gemm(S_in, x.q_smem[i % QK_STAGES, :, :], O, transpose_B=True, clear_accum=True)
-                decay_state(S, i, x)
+                load_factor(decay, DECAY, s, x)
+                prediction_error(W, V, X, decay)
+                T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+                T.wgmma_gemm(S_in, x.q_smem[s, :, :], O, transpose_B=True, clear_accum=True)
+                load_factor(key_decay, KEY_DECAY, s, x)
+                decay_state(S, s, x)
                 T.wait_wgmma(1)  # U; Q S goes on
                 T.copy(X, U)
-                scale_columns(W, X, KEY_DECAY, i, x)
-                T.wgmma_gemm(W, x.k_smem[i % QK_STAGES, :, :], S)
-                release(x, x.va_free, i % STAGES)
-                T.barrier_wait(x.p_ready[i % STAGES], (i // STAGES) & 1)
+                scale_columns(W, X, key_decay)
+                T.wgmma_gemm(W, x.k_smem[s, :, :], S)
+                load_factor(out_scale, OUT_SCALE, s, x)
+                T.barrier_wait(x.p_ready[i % OUT_STAGES], (i // OUT_STAGES) & 1)
                 T.wait_wgmma(1)  # Q S; the update goes on
-                scale_columns(O, O, OUT_SCALE, i, x)
-                T.wgmma_gemm(U, x.p_smem[i % STAGES, :, :], O, transpose_B=True)
-                enter(i + 1, True, S, S_in, X, O, V, x, w)
+                scale_columns(O, O, out_scale)
+                T.wgmma_gemm(U, x.p_smem[i % OUT_STAGES, :, :], O, transpose_B=True)
+                last = s
+                s = T.if_then_else(last == STAGES - 1, 0, last + 1)
+                turn = T.if_then_else(last == STAGES - 1, turn ^ 1, turn)
+                enter(i + 1, True, s, last, turn, S, S_in, X, O, V, x, w)
+        else:
+            T.barrier_wait(x.in_ready[0], 0)
         write_state(S, x, w)
 
     @T.macro
     def state_of_two(x, w):
-        """One of two state warpgroups: products in three groups, each waited for, which 192 registers hold. While one converts, the other multiplies."""
+        """One of two state warpgroups, in 192 registers. While one converts, the other multiplies.
+
+        Whatever can be waited for, read or written beside a product is: barriers and the last output beside K S and Q S.
+        """
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
@@ -173,87 +224,135 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         V = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
         U = T.alloc_fragment((TILE, CHUNK), dtype)
+        decay = T.alloc_fragment((CHUNK,), "float32")
+        out_scale = T.alloc_fragment((CHUNK,), "float32")
+        key_decay = T.alloc_fragment((CHUNK,), "float32")
+        s = T.alloc_var("int32")  # a stage, and the parity of the times it was filled
+        turn = T.alloc_var("int32")
+        last = T.alloc_var("int32")
+        s = 0
+        turn = 0
         read_state(S, x, w)
+        T.barrier_wait(x.in_ready[0], 0)
         for i in T.unroll(x.chunks, unroll_factor=1):
             round_state(S, S_in, i, x, w)
-            T.barrier_wait(x.qk_ready[i % QK_STAGES], (i // QK_STAGES) & 1)
-            T.wgmma_gemm(S_in, x.k_smem[i % QK_STAGES, :, :], X, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(S_in, x.q_smem[i % QK_STAGES, :, :], O, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(S_in, x.q_smem[s, :, :], O, transpose_B=True, clear_accum=True)
+            if i > 0:
+                publish_o(i - 1, x)
+            load_v(V, s, x, w)
+            T.barrier_wait(x.p_ready[i % OUT_STAGES], (i // OUT_STAGES) & 1)
+            T.barrier_wait(x.o_free[i % OUT_STAGES], ((i // OUT_STAGES) & 1) ^ 1)
             T.wait_wgmma(0)
-            load_v(V, i, x, w)
-            prediction_error(W, V, X, i, x)
-            T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
-            scale_columns(O, O, OUT_SCALE, i, x)
-            decay_state(S, i, x)
+            load_factor(decay, DECAY, s, x)
+            load_factor(out_scale, OUT_SCALE, s, x)
+            prediction_error(W, V, X, decay)
+            T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            scale_columns(O, O, out_scale)
+            T.wgmma_gemm(W, x.p_smem[i % OUT_STAGES, :, :], O, transpose_B=True)
+            load_factor(key_decay, KEY_DECAY, s, x)
+            decay_state(S, s, x)
+            T.wait_wgmma(1)  # U; Z W goes on
+            scale_columns(U, X, key_decay)
+            T.wgmma_gemm(U, x.k_smem[s, :, :], S)
+            last = s
+            s = T.if_then_else(last == STAGES - 1, 0, last + 1)
+            turn = T.if_then_else(last == STAGES - 1, turn ^ 1, turn)
+            T.wait_wgmma(1)  # Z W; the update goes on
+            release_p(x, i)
+            put_o(O, i, x, w)
+            T.barrier_wait(x.in_ready[s], turn)  # after the last chunk LOAD says so for nothing
             T.wait_wgmma(0)
-            release(x, x.va_free, i % STAGES)
-            T.copy(X, U)
-            scale_columns(W, X, KEY_DECAY, i, x)
-            T.wgmma_gemm(W, x.k_smem[i % QK_STAGES, :, :], S)
-            T.barrier_wait(x.p_ready[i % STAGES], (i // STAGES) & 1)
-            T.wgmma_gemm(U, x.p_smem[i % STAGES, :, :], O, transpose_B=True)
-            T.wait_wgmma(0)
-            release(x, x.qk_free, i % QK_STAGES)
-            release(x, x.p_free, i % STAGES)
-            T.barrier_wait(x.o_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
-            store_o(O, i, x, w)
+            T.barrier_arrive(x.in_free[last])
+        if x.chunks > 0:
+            publish_o(x.chunks - 1, x)
         write_state(S, x, w)
 
     @T.macro
-    def load_qk(i, x, ready, stage):
-        s = i % QK_STAGES
-        first = x.bos + i * CHUNK
-        T.tma_copy(x.q[first:first + CHUNK, x.k_head, :], x.q_smem[s, :, :], barrier=ready[stage])
-        T.tma_copy(x.k[first:first + CHUNK, x.k_head, :], x.k_smem[s, :, :], barrier=ready[stage])
-        T.tma_copy(x.records[x.slot + i, x.head, :, :], x.record_smem[s, :, :], barrier=ready[stage])
+    def score(x, scale):
+        """P, or Z = P A. Q K^T of the next chunk runs while one is stored; like STATE, it begins one chunk more than there is."""
+        P = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        R = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        P_in = T.alloc_fragment((CHUNK, CHUNK), dtype)
+        out = T.alloc_fragment((CHUNK, CHUNK), dtype)
+        s = T.alloc_var("int32")
+        turn = T.alloc_var("int32")
+        last = T.alloc_var("int32")
+        s = 0
+        turn = 0
+        if x.chunks > 0:
+            T.barrier_wait(x.in_ready[0], 0)
+            T.wgmma_gemm(x.q_smem[0, :, :], x.k_smem[0, :, :], P, transpose_B=True, clear_accum=True)
+            T.call_extern("handle", "flashqla::decay_ratios", R.data, T.access_ptr(x.record_smem[0, ROW_LOG, 0], "r"), T.access_ptr(x.record_smem[0, COL_LOG, 0], "r"), scale)
+            T.wait_wgmma(0)
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            last = s
+            s = T.if_then_else(last == STAGES - 1, 0, last + 1)
+            turn = T.if_then_else(last == STAGES - 1, turn ^ 1, turn)
+            if groups == 2:
+                for t, u in T.Parallel(CHUNK, CHUNK):
+                    P_in[t, u] = P[t, u] * R[t, u]
+                T.wgmma_gemm(P_in, x.a_smem[last, :, :], P, clear_accum=True)
+            else:
+                for t, u in T.Parallel(CHUNK, CHUNK):
+                    out[t, u] = P[t, u] * R[t, u]
+            T.barrier_wait(x.in_ready[s], turn)
+            if groups == 2:
+                T.wait_wgmma(0)
+                T.copy(P, out)
+            T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
+            T.barrier_wait(x.p_free[i % OUT_STAGES], ((i // OUT_STAGES) & 1) ^ 1)
+            T.call_extern("handle", "flashqla::store_tile", T.access_ptr(x.p_smem[i % OUT_STAGES, 0, 0], "r"), out.data)
+            T.fence_proxy_async()
+            T.barrier_arrive(x.p_ready[i % OUT_STAGES])
+            T.barrier_arrive(x.in_free[last])
+            T.call_extern("handle", "flashqla::decay_ratios", R.data, T.access_ptr(x.record_smem[s, ROW_LOG, 0], "r"), T.access_ptr(x.record_smem[s, COL_LOG, 0], "r"), scale)
+            T.wait_wgmma(0)
 
     @T.macro
-    def load_va(i, x, ready, stage):
+    def load_chunk(i, x, ready, stage):
+        s = i % STAGES
         first = x.bos + i * CHUNK
+        T.tma_copy(x.k[first:first + CHUNK, x.k_head, :], x.k_smem[s, :, :], barrier=ready[stage])
+        T.tma_copy(x.q[first:first + CHUNK, x.k_head, :], x.q_smem[s, :, :], barrier=ready[stage])
+        T.tma_copy(x.records[x.slot + i, x.head, :, :], x.record_smem[s, :, :], barrier=ready[stage])
+        T.tma_copy(x.A[first:first + CHUNK, x.head, :], x.a_smem[s, :, :], barrier=ready[stage])
         for w in T.unroll(groups):
             column = x.first_column + w * TILE
-            T.tma_copy(x.v[first:first + CHUNK, x.head, column:column + TILE], x.v_smem[i % STAGES, w, :, :], barrier=ready[stage])
-        T.tma_copy(x.A[first:first + CHUNK, x.head, :], x.a_smem[i % STAGES, :, :], barrier=ready[stage])
+            T.tma_copy(x.v[first:first + CHUNK, x.head, column:column + TILE], x.v_smem[s, w, :, :], barrier=ready[stage])
 
     @T.macro
     def load(x):
         for i in T.unroll(x.chunks, unroll_factor=1):
-            s = i % QK_STAGES
-            p = i % STAGES
+            s = i % STAGES
             rows = x.length - i * CHUNK
-            T.barrier_wait(x.qk_free[s], ((i // QK_STAGES) & 1) ^ 1)
+            T.barrier_wait(x.in_free[s], ((i // STAGES) & 1) ^ 1)
             if rows >= CHUNK:
-                load_qk(i, x, x.qk_ready, s)
-                T.barrier_arrive(x.qk_ready[s])
-                T.barrier_wait(x.va_free[p], ((i // STAGES) & 1) ^ 1)
-                load_va(i, x, x.va_ready, p)
-                T.barrier_arrive(x.va_ready[p])
+                load_chunk(i, x, x.in_ready, s)
+                T.barrier_arrive(x.in_ready[s])
             else:  # the rows past the end belong to another sequence, or to nobody: zeros leave state and output alone
-                T.barrier_wait(x.va_free[p], ((i // STAGES) & 1) ^ 1)
-                load_qk(i, x, x.tail_ready, 0)
-                load_va(i, x, x.tail_ready, 0)
+                load_chunk(i, x, x.tail_ready, 0)
                 T.barrier_arrive(x.tail_ready[0])
                 T.barrier_wait(x.tail_ready[0], 0)
                 for w in T.unroll(HEAD_DIM // TILE):
                     T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.k_smem[s, 0, w * TILE]), rows)
                 for w in T.unroll(groups):
-                    T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.v_smem[p, w, 0, 0]), rows)
-                T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.a_smem[p, 0, 0]), rows)
+                    T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.v_smem[s, w, 0, 0]), rows)
+                T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.a_smem[s, 0, 0]), rows)
                 T.fence_proxy_async()
-                T.barrier_arrive(x.qk_ready[s])
-                T.barrier_arrive(x.va_ready[p])
-        if groups == 1:  # state_alone enters one chunk more
-            T.barrier_wait(x.qk_free[x.chunks % QK_STAGES], ((x.chunks // QK_STAGES) & 1) ^ 1)
-            T.barrier_arrive(x.qk_ready[x.chunks % QK_STAGES])
-            T.barrier_wait(x.va_free[x.chunks % STAGES], ((x.chunks // STAGES) & 1) ^ 1)
-            T.barrier_arrive(x.va_ready[x.chunks % STAGES])
+                T.barrier_arrive(x.in_ready[s])
+        # STATE and SCORE wait for one chunk more than there is; with it STATE learns what it would hold in a register all along.
+        if x.tx % WARP == 0:
+            x.ended_smem[0] = x.ended
+        T.barrier_wait(x.in_free[x.chunks % STAGES], ((x.chunks // STAGES) & 1) ^ 1)
+        T.barrier_arrive(x.in_ready[x.chunks % STAGES])
 
     @T.macro
     def store(x, o):
         for i in T.unroll(x.chunks, unroll_factor=1):
-            p = i % STAGES
+            p = i % OUT_STAGES
             first = x.bos + i * CHUNK
-            T.barrier_wait(x.o_ready[p], (i // STAGES) & 1)
+            T.barrier_wait(x.o_ready[p], (i // OUT_STAGES) & 1)
             if i * CHUNK + CHUNK <= x.length:
                 for w in T.unroll(groups):
                     column = x.first_column + w * TILE
@@ -291,22 +390,22 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         # Neighbouring CTAs take the heads of one segment, which read the same q and k.
         with T.Kernel(hv * slices, segments, threads=THREADS) as (bx, segment):
             T.import_source(cuda("tiles", "segments"))
-            q_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
-            k_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
-            record_smem = T.alloc_shared((QK_STAGES, RECORD, CHUNK), "float32")
+            q_smem = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
+            k_smem = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
             v_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
             a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
-            p_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
-            o_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
+            record_smem = T.alloc_shared((STAGES, RECORD, CHUNK), "float32")
+            p_smem = T.alloc_shared((OUT_STAGES, CHUNK, CHUNK), dtype)
+            o_smem = T.alloc_shared((OUT_STAGES, groups, CHUNK, TILE), dtype)
+            ended_smem = T.alloc_shared((1,), "int32")
             T.annotate_layout({v_smem: make_swizzled_layout(v_smem), o_smem: make_swizzled_layout(o_smem)})
-            qk_ready = T.alloc_barrier([WARP] * QK_STAGES)  # LOAD -> STATE, SCORE
-            qk_free = T.alloc_barrier([STATE_WARPS + SCORE_WARPS] * QK_STAGES)  # STATE, SCORE -> LOAD
-            va_ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
-            va_free = T.alloc_barrier([STATE_WARPS] * STAGES)  # STATE -> LOAD
-            p_ready = T.alloc_barrier([WARP_GROUP] * STAGES)  # SCORE -> STATE
-            p_free = T.alloc_barrier([STATE_WARPS] * STAGES)  # STATE -> SCORE
-            o_ready = T.alloc_barrier([STATE_END] * STAGES)  # STATE -> STORE
-            o_free = T.alloc_barrier([WARP] * STAGES)  # STORE -> STATE
+            in_ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE, SCORE
+            # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
+            in_free = T.alloc_barrier([SCORE_END] * STAGES)  # STATE, SCORE -> LOAD
+            p_ready = T.alloc_barrier([WARP_GROUP] * OUT_STAGES)  # SCORE -> STATE
+            p_free = T.alloc_barrier([STATE_END // WARP] * OUT_STAGES)  # STATE -> SCORE
+            o_ready = T.alloc_barrier([STATE_END] * OUT_STAGES)  # STATE -> STORE
+            o_free = T.alloc_barrier([WARP] * OUT_STAGES)  # STORE -> STATE
             tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
 
             tx = T.get_thread_binding()
@@ -337,16 +436,19 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             if output_h:
                 for n in T.serial(sequence):
                     first_chunk += T.ceildiv(cu_seqlens[(n + 1) * offset_step] - cu_seqlens[n * offset_step], CHUNK)
+            ended = T.alloc_var("int32")  # the sequence whose final state is due, or -1
+            ended = -1
+            # Slots past the last segment of a sequence have neither an end nor chunks.
+            if T.And(has_final_state != 0, T.And(first + length == eos, T.Or(length > 0, index == 0))):
+                ended = sequence
             T.pdl_sync()  # until what the kernels before wrote is there
             x = SimpleNamespace(
                 q=q, k=k, v=v, A=A, records=records, initial_state=initial_state, final_state=final_state, h=h, states=states,
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, o_smem=o_smem,
-                qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
-                o_ready=o_ready, o_free=o_free, tail_ready=tail_ready,
+                in_ready=in_ready, in_free=in_free, p_ready=p_ready, p_free=p_free, o_ready=o_ready, o_free=o_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, segment=segment, index=index, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
                 slot=bos // CHUNK + sequence + index * segment_chunks, bos=first, length=length, chunks=chunks, first_chunk=first_chunk,
-                is_last=T.And(first + length == eos, T.Or(length > 0, index == 0)),  # slots past the last segment have none
-                has_initial_state=has_initial_state, has_final_state=has_final_state,
+                ended=ended, ended_smem=ended_smem, has_initial_state=has_initial_state,
             )
             if tx < WARP_GROUP:
                 T.inc_max_nreg(state_registers)
@@ -359,7 +461,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 state_of_two(x, 1)
             elif tx < SCORE_END:
                 T.dec_max_nreg(score_registers)
-                score(x, scale, dtype)
+                score(x, scale)
             else:
                 T.dec_max_nreg(service_registers)
                 if tx < LOAD_END:

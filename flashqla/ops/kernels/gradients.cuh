@@ -26,7 +26,7 @@ template <typename Element> __device__ __forceinline__ float2 two_columns(unsign
 // The sums of a chunk and value head that pass from role to role: vectors of 64 floats, `kCols` four of them, `kInner` four numbers.
 enum { kQuery = 0, kKey = 64, kWritten = 128, kRow = 192, kBetaRow = 256, kDiagonal = 320, kCols = 384, kInner = 640 };
 // Rows of a record, as in common.py.
-enum { kRowLog = 0, kColLog = 64, kBeta = 128, kOutScale = 256, kKeyDecay = 320, kChunkDecay = 384, kKeyLog = 448 };
+enum { kRowLog = 0, kColLog = 64, kOutScale = 192, kKeyDecay = 256, kChunkDecay = 320, kBeta = 384, kKeyLog = 512 };
 
 // What is left of beta beside the gradient of V, which a beta that is not small is part of already.
 __device__ __forceinline__ float other_beta(float beta, float small) { return fabsf(beta) < small ? beta : 1.f; }

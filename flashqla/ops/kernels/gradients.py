@@ -6,7 +6,7 @@
     dbeta = dY . U / beta;   dG from q . (scale decay dO S^T), k . (E S^T), k . (decay_C / decay U dS^T), <S, dS>, and
             sums of rows minus sums of columns of P * dP + M * dM;   dg = reverse cumulative sum of dG
 
-Shapes  q, k [T, hk, 128], v, do, U, dv [T, hv, 128], states, dstates [slots, hv, V, K] in bf16 or fp16; records [slots, hv, 8, 64] fp32
+Shapes  q, k [T, hk, 128], v, do, U, dv [T, hv, 128], states, dstates [slots, hv, V, K] in bf16 or fp16; records [slots, hv, 9, 64] fp32
         ->  dq, dk [T, hk, 128]; dg, dbeta [T, hv] fp32; rows of dv with a small beta (chain.py) in place
 Grid    persistent CTAs; an item is a chunk and a key head, whose value heads follow each other
 Cost    per chunk and value head 13 products of 64x64x128 and 112 KB of HBM, and per key head 2 products and 64 KB: bound by HBM
@@ -28,6 +28,7 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from flashqla.ops.kernels.common import (
+    BACKWARD_RECORD,
     CHUNK,
     CUDA_TYPES,
     HEAD_DIM,
@@ -35,7 +36,6 @@ from flashqla.ops.kernels.common import (
     KEY_DECAY,
     MANUAL_ROLES,
     OUT_SCALE,
-    RECORD,
     SMALL_BETA,
     TILE,
     WARP,
@@ -367,7 +367,7 @@ def build_gradients(dtype: str, l2norm: bool):
         v: T.StridedTensor((tokens, hv, HEAD_DIM), (v0, v1, 1), dtype),
         do: T.StridedTensor((tokens, hv, HEAD_DIM), (d0, d1, 1), dtype),
         u: T.Tensor((tokens, hv, HEAD_DIM), dtype),
-        records: T.Tensor((slots, hv, RECORD, CHUNK), "float32"),
+        records: T.Tensor((slots, hv, BACKWARD_RECORD, CHUNK), "float32"),
         states: T.Tensor((slots, hv, HEAD_DIM, HEAD_DIM), dtype),
         dstates: T.Tensor((slots, hv, HEAD_DIM, HEAD_DIM), dtype),
         cu_seqlens: T.Tensor((offsets,), "int32"),
@@ -387,7 +387,7 @@ def build_gradients(dtype: str, l2norm: bool):
             do_smem = T.alloc_shared(tile, dtype)
             u_smem = T.alloc_shared(tile, dtype)
             dy_smem = T.alloc_shared(tile, dtype)
-            record_smem = T.alloc_shared((TOKEN_STAGES, RECORD, CHUNK), "float32")
+            record_smem = T.alloc_shared((TOKEN_STAGES, BACKWARD_RECORD, CHUNK), "float32")
             s_smem = T.alloc_shared((HALVES, HALVES, TILE, TILE), dtype)  # halves of K, of V
             ds_smem = T.alloc_shared((HALVES, HALVES, TILE, TILE), dtype)
             q_smem = T.alloc_shared((HALVES, CHUNK, TILE), dtype)

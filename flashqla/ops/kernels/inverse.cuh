@@ -1,30 +1,87 @@
-// The gated inverse of a chunk and the per-token factors of its record; inverse.py says what they are. Needs tiles.cuh, records.cuh.
+// The gated inverse of a chunk and the per-token factors of its record; inverse.py says what they are. Needs tiles.cuh, segments.cuh and records.cuh.
+//
+// Of a lane, g is lane / 4 and t is lane % 4. Blocks of 16x16 floats are in registers in one of two ways, 8 floats a lane:
+//   rows     element 4*k + 2*n + c is [8*n + g, 8*k + 2*t + c]: operand B of D = A B^T, and what a wgmma accumulator has of 16 columns
+//   columns  element 4*n + 2*m + c is [8*n + 2*t + c, 8*m + g]: operand A of it, its result, and what stmatrix.trans takes
 namespace flashqla {
-// The factor M of one head: 16x16 blocks of its lower triangle, row by row, in fp32. Rows of 24 floats: 8-byte reads of 8 rows hit
-// different banks.
-constexpr int kRow = 24, kBlock = 16 * kRow, kFactor = 10 * kBlock;
+// K K^T: 16x16 blocks of its lower triangle, row by row, each as the two vectors of four floats that every lane has of its rows.
+constexpr int kBlock = 256;
 __device__ __forceinline__ int block_at(int i, int j) { return (i * (i + 1) / 2 + j) * kBlock; }
+// What a head keeps of its diagonal blocks until it has its tile: of each, two 8x8 blocks on the diagonal and the one below them. Eight floats more
+// than a block, and 24 more than three, so that rows of four of them lie on different banks. All stand at the end of the tile, in order: a row of
+// blocks of the tile may be written when that row of the diagonal is done with.
+constexpr int kSmall = 72, kBelow = 2 * kSmall, kDiagonal = 240, kTileRow = 32, kDiagonals = 64 * kTileRow - 4 * kDiagonal;
+static_assert(kDiagonals >= 32 * kTileRow && kDiagonals + 2 * kDiagonal >= 48 * kTileRow);
 
-// The tensor cores cut TF32 operands off after 10 bits. Adding half of the last one first rounds to nearest (cvt.rna.tf32 takes four
-// instructions); `tf32` also cuts off itself, for values that are used elsewhere too.
+// The tensor cores cut TF32 operands off after 10 bits. Adding half of the last one first rounds to nearest (cvt.rna.tf32 takes four instructions).
 __device__ __forceinline__ float operand(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000u); }
-__device__ __forceinline__ float tf32(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
+__device__ __forceinline__ float minus_operand(float x) { return __uint_as_float(__float_as_uint(x) + 0x80001000u); }
 
-// out[t] = 1 / |row t| for the rows of a [64, 128] tile, which stands in shared memory as two swizzled tiles of 64 columns; two threads a
-// row. Swizzling permutes within a row of a tile, which a sum does not see. Rows past the sequence may hold anything: they count as 1.
-template <typename Element> __device__ __forceinline__ void inverse_norms(const void* tile, float* out, int rows) {
+// Work is dealt out to CTAs in turns; an item is a slot and a block of heads.
+__device__ __forceinline__ int turns(int items) { return (items - 1 - int(blockIdx.x)) / int(gridDim.x) + 1; }
+
+// The task of this CTA at a turn, by one warp: first token and tokens, at most 64, of the chunk in a slot, none in a slot that no chunk has; the slot;
+// value head and key head; and the first of the rows that belong to the slot because they are past the last sequence, `tokens` if there are none.
+__device__ __forceinline__ void take_chunk(int turn, int blocks, int heads, int group, const int* offsets, int step, int sequences, int tokens, int* task) {
+  const int item = turn * int(gridDim.x) + int(blockIdx.x), slot = unsigned(item) / unsigned(blocks), head = (item - slot * blocks) * heads;
+  const int n = owner(offsets, step, sequences, 64, slot);
+  const int bos = max(min(offsets[n * step], tokens), 0), eos = max(min(offsets[(n + 1) * step], tokens), bos);
+  const int first = max(bos + (slot - bos / 64 - n) * 64, 0);
+  const int end = max(min(offsets[sequences * step], tokens), 0), blank = end + (slot - end / 64 - sequences) * 64;
+  if ((threadIdx.x & 31) == 0) {
+    *reinterpret_cast<int4*>(task) = make_int4(first, max(min(eos - first, 64), 0), slot, head);
+    *reinterpret_cast<int2*>(task + 4) = make_int2(unsigned(head) / unsigned(group), blank < end ? tokens : blank);
+  }
+}
+__device__ __forceinline__ void recall(const int* from, int* task) {
+  const int4 a = *reinterpret_cast<const int4*>(from);
+  const int2 b = *reinterpret_cast<const int2*>(from + 4);
+  const int all[6] = {a.x, a.y, a.z, a.w, b.x, b.y};
+#pragma unroll
+  for (int i = 0; i < 6; ++i) task[i] = all[i];
+}
+
+// Zeroes the first pieces of 16 bytes of some rows, which start `stride` pieces apart.
+__device__ __forceinline__ void zero_pieces(void* out, long long stride, int pieces, int rows) {
+#pragma unroll 1
+  for (int at = threadIdx.x; at < rows * pieces; at += 128) static_cast<uint4*>(out)[at / pieces * stride + at % pieces] = make_uint4(0, 0, 0, 0);
+}
+
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+template <typename Element> __device__ __forceinline__ float squares(uint4 raw) {
+  const Element* values = reinterpret_cast<const Element*>(&raw);
+  float sum = 0.f;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) sum += float(values[e]) * float(values[e]);
+  return sum;
+}
+// out[t] = 1 / |row t| from the sums of two threads a row. Rows past the sequence may hold anything: they count as 1.
+__device__ __forceinline__ void put_inverse_norm(float sum, float* out, int rows) {
+  const int row = threadIdx.x >> 1;
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  if ((threadIdx.x & 1) == 0) out[row] = row < rows ? rsqrtf(sum + 1e-6f) : 1.f;
+}
+// Of the rows of a [64, 128] tile, which stands in shared memory as two swizzled tiles of 64 columns. Swizzling permutes within a row of a
+// tile, which a sum does not see.
+template <typename Element> __device__ __forceinline__ void inverse_norms_of_tile(const void* tile, float* out, int rows) {
   const int row = threadIdx.x >> 1;
   const uint4* pieces = reinterpret_cast<const uint4*>(static_cast<const char*>(tile) + (threadIdx.x & 1) * 8192 + row * 128);
   float sum = 0.f;
 #pragma unroll
-  for (int piece = 0; piece < 8; ++piece) {
-    const uint4 raw = pieces[piece ^ (row & 7)];
-    const Element* values = reinterpret_cast<const Element*>(&raw);
+  for (int piece = 0; piece < 8; ++piece) sum += squares<Element>(pieces[piece ^ (row & 7)]);
+  put_inverse_norm(sum, out, rows);
+}
+// Of 64 rows of 128 in global memory.
+template <typename Element> __device__ __forceinline__ void inverse_norms(const Element* at, long long stride, float* out, int rows) {
+  const int row = threadIdx.x >> 1;
+  const uint4* pieces = reinterpret_cast<const uint4*>(at + row * stride + (threadIdx.x & 1) * 64);
+  float sum = 0.f;
+  if (row < rows) {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) sum += float(values[e]) * float(values[e]);
+    for (int piece = 0; piece < 8; ++piece) sum += squares<Element>(pieces[piece]);
   }
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  if ((threadIdx.x & 1) == 0) out[row] = row < rows ? rsqrtf(sum + 1e-6f) : 1.f;
+  put_inverse_norm(sum, out, rows);
 }
 
 // Per-token factors of a head that the inverse needs, vectors of 64 floats. `row`, `col`: base-2 logs whose difference is the decay from
@@ -33,12 +90,11 @@ template <typename Element> __device__ __forceinline__ void inverse_norms(const 
 enum { kRowLog = 0, kColLog = 64, kBeta = 128, kStart = 192, kStop = 256, kBetween = 320, kVectors = 324 };
 
 // One warp turns the log gates and beta of a chunk into its record and vectors; the lane has tokens 2*lane and 2*lane+1.
-template <bool kNorm, typename Gate, typename Beta>
-__device__ __forceinline__ void chunk_factors(const Gate* g, long long g_stride, const Beta* beta, long long beta_stride, const float* q_norm, const float* k_norm,
-                                              float* vectors, float* record, float* cumulative, long long stride, int rows, float scale,
-                                              int has_gate, int has_cumulative) {
+template <bool kNorm, bool kBackward, typename Gate, typename Beta>
+__device__ __forceinline__ void chunk_factors(const Gate* gates, const Beta* betas, const float* q_norm, const float* k_norm, float* vectors, float* record,
+                                              float* cumulative, long long stride, int rows, float scale, int has_cumulative) {
   const int lane = threadIdx.x & 31;
-  const float2 gate = two_tokens(g, g_stride, has_gate ? rows : 0), b = two_tokens(beta, beta_stride, rows);
+  const float2 gate = make_float2(float(gates[0]), float(gates[1])), b = make_float2(float(betas[0]), float(betas[1]));
   // A difference of sums with an infinity in them is not a number; 2^-126 is as good as a full reset.
   const float x = fmaxf(gate.x * kLog2e, -126.f), y = x + fmaxf(gate.y * kLog2e, -126.f);
   float sum = y;
@@ -56,7 +112,7 @@ __device__ __forceinline__ void chunk_factors(const Gate* g, long long g_stride,
     lq = make_float2(log2f(rq.x), log2f(rq.y));
     lk = make_float2(log2f(rk.x), log2f(rk.y));
   }
-  put_record(record, make_float2(c0, c1), total, b, rq, rk, lq, lk, scale);
+  put_record<kBackward>(record, make_float2(c0, c1), total, b, rq, rk, lq, lk, scale);
   put_two(vectors + kRowLog, c0 + lk.x, c1 + lk.y);
   put_two(vectors + kColLog, c0 - lk.x, c1 - lk.y);
   put_two(vectors + kBeta, b.x, b.y);
@@ -76,163 +132,260 @@ __device__ __forceinline__ void mma8(float* d, const float* a, float2 b) {
                : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[3])),
                  "r"(__float_as_uint(b.x)), "r"(__float_as_uint(b.y)));
 }
-// D += A * B^T on 16x16 blocks.
-__device__ __forceinline__ void mma_block(float* d, const float* a, const float* b) {
-  const int lane = threadIdx.x & 31;
-  const float* at = b + (lane >> 2) * kRow + 2 * (lane & 3);
+// D += B A on 16x16 blocks, B by rows, A and D by columns: D^T += A^T B^T for the tensor cores. kLower: B is 0 above its diagonal.
+template <bool kLower> __device__ __forceinline__ void multiply(float* d, const float* b, const float* a) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
+  for (int k = 0; k < 2; ++k)
 #pragma unroll
-    for (int k = 0; k < 2; ++k) mma8(d + 4 * n, a + 4 * k, *reinterpret_cast<const float2*>(at + 8 * n * kRow + 8 * k));
+    for (int n = kLower ? k : 0; n < 2; ++n) mma8(d + 4 * n, a + 4 * k, make_float2(b[4 * k + 2 * n], b[4 * k + 2 * n + 1]));
 }
 
-// M[i, j] = beta[i] * 2^(row[i] - col[j]) * product[i, j], j < i. This warp holds columns j = 16w..16w+15 of it.
-__device__ __forceinline__ void gated_factor(const float* product, const float* vectors, float* factor) {
-  const int lane = threadIdx.x & 31, w = warp_of_group(), j = lane >> 2, t = 2 * (lane & 3);
-  const float log0 = vectors[kColLog + 16 * w + j], log1 = vectors[kColLog + 16 * w + j + 8];
-  float stop0 = vectors[kStop + 16 * w + j], stop1 = vectors[kStop + 16 * w + j + 8];
+// K K^T from a wgmma accumulator. It is symmetric: a warp holds a row of blocks of it as well as a column.
+__device__ __forceinline__ void store_product(const float* accumulator, float* product) {
+  const int w = warp_of_group();
+  float4* at = reinterpret_cast<float4*>(product + block_at(w, 0)) + (threadIdx.x & 31);
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    if (c < w) continue;
-    float* block = factor + block_at(c, w) + t * kRow + j;
+  for (int piece = 0; piece < 8; ++piece) {
+    const float* from = accumulator + 4 * piece;
+    if (piece / 2 <= w) at[piece * 32] = make_float4(from[0], from[1], from[2], from[3]);
+  }
+}
+// Rows of a block of it.
+__device__ __forceinline__ void load_rows(float* rows, const float* block) {
+  const float4* at = reinterpret_cast<const float4*>(block) + (threadIdx.x & 31);
+  const float4 left = at[0], right = at[32];
+  const float all[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = 16 * c + 8 * half + t;
-      const float* at = product + 8 * c + 4 * half;
-      float m[4];
-      if (c == w) {
-        const float2 b = *reinterpret_cast<const float2*>(vectors + kBeta + token), r = *reinterpret_cast<const float2*>(vectors + kRowLog + token);
-        m[0] = at[0] * b.x * ex2(r.x - log0);
-        m[1] = at[1] * b.y * ex2(r.y - log0);
-        m[2] = at[2] * b.x * ex2(r.x - log1);
-        m[3] = at[3] * b.y * ex2(r.y - log1);
-        if (half == 0) {
-          m[0] = j < t ? m[0] : 0.f;
-          m[1] = j < t + 1 ? m[1] : 0.f;
-          m[2] = m[3] = 0.f;
-        } else {
-          m[0] = operand(m[0]);
-          m[1] = operand(m[1]);
-          m[2] = j < t ? m[2] : 0.f;
-          m[3] = j < t + 1 ? m[3] : 0.f;
-        }
-      } else {
-        const float2 s = *reinterpret_cast<const float2*>(vectors + kStart + token);
-        m[0] = operand(at[0] * s.x * stop0);
-        m[1] = operand(at[1] * s.y * stop0);
-        m[2] = operand(at[2] * s.x * stop1);
-        m[3] = operand(at[3] * s.y * stop1);
+  for (int e = 0; e < 8; ++e) rows[e] = all[e];
+}
+
+// Element [i, n] of an inverse 8x8 block in shared memory: columns of eight floats, in an order and with halves in places that let a warp
+// store columns, four floats a lane, and read both operands without bank conflicts.
+__device__ __forceinline__ int place(int i, int n) { return 8 * (n ^ (n >> 2)) + (i ^ (n & 4)); }
+// X[2t + c, g] of it: this lane's part of its columns.
+__device__ __forceinline__ float2* columns_of(float* small) {
+  const int lane = threadIdx.x & 31;
+  return reinterpret_cast<float2*>(small + place(2 * (lane & 3), lane >> 2));
+}
+// X[g, 2t + c] of it, this lane's part of its rows, as an operand.
+__device__ __forceinline__ float2 rows_of(const float* small) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  return make_float2(operand(small[place(g, 2 * t)]), operand(small[place(g, 2 * t + 1)]));
+}
+
+// M[i, j] = beta[i] * 2^(row[i] - col[j]) * product[i, j], j < i, in diagonal block d, by rows, zeros on and above the diagonal, but for the 8x8
+// block above it, which nobody reads.
+__device__ __forceinline__ void gate_diagonal(float* m, const float* product, const float* vectors, int d) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = 2 * (lane & 3);
+  load_rows(m, product + block_at(d, d));
+  const float* at = vectors + 16 * d;
+  const float row[2] = {at[kRowLog + g], at[kRowLog + g + 8]}, beta[2] = {at[kBeta + g], at[kBeta + g + 8]};
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const float2 col = *reinterpret_cast<const float2*>(at + kColLog + 8 * k + t);
+#pragma unroll
+    for (int n = k; n < 2; ++n) {
+      float* e = m + 4 * k + 2 * n;
+      e[0] = e[0] * beta[n] * ex2(row[n] - col.x);
+      e[1] = e[1] * beta[n] * ex2(row[n] - col.y);
+      if (k == n) {
+        e[0] = t < g ? e[0] : 0.f;
+        e[1] = t + 1 < g ? e[1] : 0.f;
       }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) block[(8 * half + (e & 1)) * kRow + 8 * (e >> 1)] = m[e];
-    }
-    if (c > w) {
-      const float between = vectors[kBetween + c];
-      stop0 *= between;
-      stop1 *= between;
     }
   }
 }
 
-// Diagonal blocks w of two heads -> (I + M)^-1 in place. 8x8 blocks by substitution in fp32, a column a lane: powers of M would cancel badly
-// where keys are alike. Then X21 = -X22 M21 X11.
-__device__ __forceinline__ void invert_diagonal(float* factor) {
-  const int lane = threadIdx.x & 31, w = warp_of_group();
-  factor += block_at(w, w);
-  float x[8];
-  float* own = factor + (lane >> 4) * kFactor + ((lane >> 3) & 1) * 8 * (kRow + 1);
-  const int n = lane & 7;
+// (I + M)^-1 of the 8x8 blocks on the diagonal, of two diagonal blocks at once, in place: by substitution in fp32, a column a lane, as powers of M
+// would cancel badly where keys are alike. By rows before, by columns after.
+template <int kPairs> __device__ __forceinline__ void substitute(float* diagonal) {
+  const int lane = threadIdx.x & 31, n = lane & 7;
+  float* own = diagonal + (lane >> 4) * kDiagonal + ((lane >> 3) & 1) * kSmall;
+  float x[kPairs][8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = i == n ? 1.f : 0.f;
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) x[pair][i] = i == n ? 1.f : 0.f;
 #pragma unroll
   for (int i = 1; i < 8; ++i)
 #pragma unroll
-    for (int j = 0; j < i; j += 4) {
-      const float4 m = *reinterpret_cast<const float4*>(own + i * kRow + j);
-      x[i] -= m.x * x[j];
-      if (j + 1 < i) x[i] -= m.y * x[j + 1];
-      if (j + 2 < i) x[i] -= m.z * x[j + 2];
-      if (j + 3 < i) x[i] -= m.w * x[j + 3];
+    for (int j = 0; j < i; j += 4)
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const float4 m = *reinterpret_cast<const float4*>(own + pair * 2 * kDiagonal + 8 * i + j);
+        float* y = x[pair];
+        y[i] -= m.x * y[j];
+        if (j + 1 < i) y[i] -= m.y * y[j + 1];
+        if (j + 2 < i) y[i] -= m.z * y[j + 2];
+        if (j + 3 < i) y[i] -= m.w * y[j + 3];
+      }
+  __syncwarp();
+#pragma unroll
+  for (int pair = 0; pair < kPairs; ++pair)
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const float* y = x[pair] + i;
+      *reinterpret_cast<float4*>(own + pair * 2 * kDiagonal + place(i, n)) = make_float4(y[0], y[1], y[2], y[3]);
     }
-  __syncwarp();
+}
+
+// X21 = -X22 M21 X11 of a diagonal block, this lane's part of its columns, from its two 8x8 blocks on the diagonal.
+__device__ __forceinline__ float2 invert_below(float* diagonal, const float* m21) {
+  const float2 x11 = *columns_of(diagonal);
+  const float a[4] = {operand(x11.x), operand(x11.y), 0.f, 0.f};
+  float sum[4] = {0.f, 0.f, 0.f, 0.f}, y[4] = {0.f, 0.f, 0.f, 0.f};
+  mma8(sum, a, make_float2(operand(m21[0]), operand(m21[1])));
+  const float minus[4] = {minus_operand(sum[0]), minus_operand(sum[1]), 0.f, 0.f};
+  mma8(y, minus, rows_of(diagonal + kSmall));
+  return make_float2(y[0], y[1]);
+}
+
+// Blocks kFrom..kTo-1 of (I + M)^-1 on the diagonal. What goes to shared memory goes there at once: the compiler moves no load over it.
+template <int kFrom, int kTo> __device__ __forceinline__ void invert_diagonal(const float* product, const float* vectors, float* diagonals) {
+  const int lane = threadIdx.x & 31;
+  float m[4][8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) own[i * kRow + n] = tf32(x[i]);
-  __syncwarp();
-  const int row = lane >> 2, t = 2 * (lane & 3);
+  for (int d = kFrom; d < kTo; ++d) gate_diagonal(m[d], product, vectors, d);
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    float* block = factor + e * kFactor;
-    float sum[4] = {0.f, 0.f, 0.f, 0.f}, y[4] = {0.f, 0.f, 0.f, 0.f};
-    const float x11[4] = {block[t * kRow + row], block[(t + 1) * kRow + row], 0.f, 0.f};
-    mma8(sum, x11, *reinterpret_cast<const float2*>(block + (8 + row) * kRow + t));
-    const float minus[4] = {operand(-sum[0]), operand(-sum[1]), 0.f, 0.f};
-    mma8(y, minus, *reinterpret_cast<const float2*>(block + (8 + row) * kRow + 8 + t));
-    __syncwarp();
-    block[(8 + t) * kRow + row] = tf32(y[0]);
-    block[(9 + t) * kRow + row] = tf32(y[1]);
+  for (int d = kFrom; d < kTo; ++d)
+#pragma unroll
+    for (int n = 0; n < 2; ++n) *reinterpret_cast<float2*>(diagonals + d * kDiagonal + n * kSmall + 2 * lane) = make_float2(m[d][6 * n], m[d][6 * n + 1]);
+  __syncwarp();
+  substitute<(kTo - kFrom) / 2>(diagonals + kFrom * kDiagonal);
+  __syncwarp();
+  float2 x21[4];
+#pragma unroll
+  for (int d = kFrom; d < kTo; ++d) x21[d] = invert_below(diagonals + d * kDiagonal, m[d] + 2);
+#pragma unroll
+  for (int d = kFrom; d < kTo; ++d) *columns_of(diagonals + d * kDiagonal + kBelow) = x21[d];
+}
+// A block on the diagonal of the inverse, with its columns scaled, by columns.
+__device__ __forceinline__ void load_inverse_columns(float* x, float* diagonal, const float* scale) {
+  const float2 x11 = *columns_of(diagonal), x22 = *columns_of(diagonal + kSmall), x21 = *columns_of(diagonal + kBelow);
+  const float all[8] = {x11.x * scale[0], x11.y * scale[0], 0.f, 0.f, x21.x * scale[0], x21.y * scale[0], x22.x * scale[1], x22.y * scale[1]};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) x[e] = all[e];
+}
+// Such a block by rows, not scaled, as an operand.
+__device__ __forceinline__ void load_inverse_rows(float* x, const float* diagonal) {
+  const float2 x11 = rows_of(diagonal), x22 = rows_of(diagonal + kSmall), x21 = rows_of(diagonal + kBelow);
+  const float all[8] = {x11.x, x11.y, x21.x, x21.y, 0.f, 0.f, x22.x, x22.y};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) x[e] = all[e];
+}
+
+// Rows of M[i, k], k < i, as an operand.
+__device__ __forceinline__ void gated_rows(float* m, const float* product, const float* vectors, int i, int k) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = 2 * (lane & 3);
+  load_rows(m, product + block_at(i, k));
+  float start[2] = {vectors[kStart + 16 * i + g], vectors[kStart + 16 * i + g + 8]};
+#pragma unroll
+  for (int between = k + 1; between < i; ++between) {
+    start[0] *= vectors[kBetween + between];
+    start[1] *= vectors[kBetween + between];
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float2 stop = *reinterpret_cast<const float2*>(vectors + kStop + 16 * k + 8 * half + t);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float* at = m + 4 * half + 2 * n;
+      at[0] = operand(at[0] * start[n] * stop.x);
+      at[1] = operand(at[1] * start[n] * stop.y);
+    }
   }
 }
 
-// Block column c of the inverse, X[i] = -X[i,i] * sum over k < i of M[i,k] X[k], to `tile`, swizzled, zeros above the diagonal.
-template <typename Element, int c> __device__ __forceinline__ void invert_column(const float* factor, void* tile) {
-  const int lane = threadIdx.x & 31;
-  float x[4][8];
+// Of four warps with `heads` heads to invert, two neighbours take a head where there are two heads or one, else one. More would not be faster,
+// as block column 0 alone is half of the work.
+__device__ __forceinline__ bool in_pairs(int heads) { return heads <= 2; }
+__device__ __forceinline__ int head_of_warp(int heads) { return in_pairs(heads) ? warp_of_group() >> 1 : warp_of_group(); }
+__device__ __forceinline__ bool first_of_head(int heads) { return !in_pairs(heads) || (warp_of_group() & 1) == 0; }
+// Waits for the warps of this head.
+__device__ __forceinline__ void join_head(int heads) {
+  if (!in_pairs(heads)) __syncwarp();
+  else if (warp_of_group() < 2) asm volatile("bar.sync 1, 64;" ::: "memory");
+  else asm volatile("bar.sync 2, 64;" ::: "memory");
+}
+
+// A block by columns to block (i, c) of a swizzled tile.
+template <typename Element> __device__ __forceinline__ void store_block(const float* x, void* tile, int i, int c) {
+  unsigned p[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int e = 0; e < 8; ++e) x[i][e] = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i < c) continue;
-    if (i == c) {
-      const float* at = factor + block_at(c, c) + 2 * (lane & 3) * kRow + (lane >> 2);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) x[i][e] = at[(8 * (e >> 2) + (e & 1)) * kRow + 8 * ((e >> 1) & 1)];
-    } else {
-      float sum[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int k = 0; k < i; ++k)
-        if (k >= c) mma_block(sum, x[k], factor + block_at(i, k));
-#pragma unroll
-      for (int e = 0; e < 8; ++e) sum[e] = operand(-sum[e]);
-      mma_block(x[i], sum, factor + block_at(i, i));
-      if (i < 3) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) x[i][e] = tf32(x[i][e]);
-      }
-    }
+  for (int e = 0; e < 4; ++e) {
+    Element pair[2] = {Element(x[2 * e]), Element(x[2 * e + 1])};
+    p[e] = *reinterpret_cast<const unsigned*>(pair);
   }
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(transposed_address(base, i, c)),
+               "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]) : "memory");
+}
+
+// Block columns kFrom..kTo-1 of the inverse to its tile, X[i] = -X[i,i] * sum over k < i of M[i,k] X[k], zeros above the diagonal. With has_beta the
+// blocks on the diagonal are scaled with beta of their columns, and with them all below. Row by row, so that each block of M is made once, and the
+// sums of a row do not wait for each other.
+template <typename Element, int kFrom, int kTo>
+__device__ __forceinline__ void invert_columns(const float* product, const float* vectors, float* tile, int heads, int has_beta) {
+  const int g = (threadIdx.x & 31) >> 2;
+  float* diagonals = tile + kDiagonals;
+  float x[4][4][8];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    unsigned p[4];
+    float row[4][8] = {}, sum[4][8] = {};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      Element pair[2] = {Element(x[i][2 * e]), Element(x[i][2 * e + 1])};
-      p[e] = *reinterpret_cast<const unsigned*>(pair);
+    for (int k = kFrom; k < i; ++k) {
+      float m[8];
+      gated_rows(m, product, vectors, i, k);
+#pragma unroll
+      for (int c = kFrom; c < kTo && c <= k; ++c) multiply<false>(sum[c], m, x[k][c]);
     }
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(transposed_address(base, i, c)),
-                 "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]) : "memory");
+    if (i > kFrom) {
+      float inverse[8];
+      load_inverse_rows(inverse, diagonals + i * kDiagonal);
+#pragma unroll
+      for (int c = kFrom; c < kTo && c < i; ++c) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sum[c][e] = minus_operand(sum[c][e]);
+        multiply<true>(row[c], inverse, sum[c]);
+      }
+    }
+    if (i >= kFrom && i < kTo) {
+      const float* beta = vectors + kBeta + 16 * i + g;
+      const float scale[2] = {has_beta ? beta[0] : 1.f, has_beta ? beta[8] : 1.f};
+      load_inverse_columns(row[i], diagonals + i * kDiagonal, scale);
+    }
+    // All of the head have come this far: they may read more of the diagonal, and the tile may take the place of what they have read.
+    join_head(heads);
+#pragma unroll
+    for (int c = kFrom; c < kTo; ++c) {
+      store_block<Element>(row[c], tile, i, c);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[i][c][e] = operand(row[c][e]);
+    }
   }
 }
 
-// (I + M)^-1 of one or two heads into consecutive tiles. Warps share the columns of two heads evenly, long with short.
-template <typename Element> __device__ __forceinline__ void gated_inverse(const float* product, const float* vectors, float* factor, void* tiles, int heads) {
+// What a warp does of a head: diagonal blocks and block columns, each from one up to another.
+template <typename Element, int kFirstBlock, int kLastBlock, int kFrom, int kTo>
+__device__ __forceinline__ void invert_part(const float* product, const float* vectors, float* tile, int heads, int has_beta) {
+  invert_diagonal<kFirstBlock, kLastBlock>(product, vectors, tile + kDiagonals);
+  invert_columns<Element, kFrom, kTo>(product, vectors, tile, heads, has_beta);
+}
+
+// (I + M)^-1, with has_beta times diag(beta), of the head of this warp, one of `heads`.
+template <typename Element>
+__device__ __forceinline__ void gated_inverse(const float* product, const float* vectors, void* tile, int heads, int has_beta) {
+  float* floats = static_cast<float*>(tile);
+  if (!in_pairs(heads)) invert_part<Element, 0, 4, 0, 4>(product, vectors, floats, heads, has_beta);
+  else if (first_of_head(heads)) invert_part<Element, 0, 2, 0, 1>(product, vectors, floats, heads, has_beta);
+  else invert_part<Element, 2, 4, 1, 4>(product, vectors, floats, heads, has_beta);
+}
+
+// The first rows of a tile of 64 columns to global memory, by one warp.
+template <typename Element> __device__ __forceinline__ void store_rows(const void* tile, Element* out, long long stride, int rows) {
+  const int piece = threadIdx.x & 7;
 #pragma unroll 1
-  for (int e = 0; e < heads; ++e) gated_factor(product, vectors + e * kVectors, factor + e * kFactor);
-  __syncwarp();
-  invert_diagonal(factor);
-  __syncthreads();
-#pragma unroll 1
-  for (int e = 0; e < heads; ++e) {
-    const float* of_head = factor + e * kFactor;
-    void* tile = static_cast<char*>(tiles) + e * 8192;
-    switch (e == 0 ? warp_of_group() : 3 - warp_of_group()) {
-      case 0: invert_column<Element, 0>(of_head, tile); break;
-      case 1: invert_column<Element, 1>(of_head, tile); break;
-      case 2: invert_column<Element, 2>(of_head, tile); break;
-      default: invert_column<Element, 3>(of_head, tile);
-    }
-  }
+  for (int row = (threadIdx.x & 31) >> 3; row < rows; row += 4)
+    reinterpret_cast<uint4*>(out + row * stride)[piece] = static_cast<const uint4*>(tile)[8 * row + (piece ^ (row & 7))];
 }
 }  // namespace flashqla

@@ -56,7 +56,8 @@ def _kernel(name: str, *arguments: Any) -> Any:
 def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
     """Run the forward kernels on the current stream of q's device. At least one token. Never waits for the GPU.
 
-    output_g: whether to write the cumulative gate, which only a backward pass needs.
+    output_g: whether to write the cumulative gate and the inverse without beta, which only a backward pass needs. Without it, A holds
+    the inverse with beta in its columns, as the kernels use it.
     """
     p = problem
     q, k, v = _rows(p.q), _rows(p.k), _rows(p.v)
@@ -77,10 +78,16 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
     dtype = DTYPES[q.dtype]
     inverse = _kernel("inverse", dtype, DTYPES[beta.dtype if g is None else g.dtype], DTYPES[beta.dtype], p.l2norm)
     # fmt: off
-    inverse(
-        q, k, beta if g is None else g, beta, offsets, A, records, cumulative, o, p.scale, sequences, step, hv // p.hk,
-        plan.heads_per_inverse, int(g is not None), int(output_g),
-    )
+    def invert(A: Tensor, has_beta: bool) -> None:
+        inverse(
+            q, k, beta if g is None else g, beta, offsets, A, records, cumulative, o, p.scale, sequences, step, hv // p.hk,
+            plan.heads_per_inverse, hv // plan.heads_per_inverse, plan.inverse_ctas, int(g is not None), int(output_g), int(has_beta),
+        )
+
+    without_beta = torch.empty_like(A) if output_g else A
+    if output_g:
+        invert(without_beta, False)
+    invert(A, True)
     segments, states = plan.segment_chunks, nothing
     if segments:
         slots = tokens // (CHUNK * segments) + sequences
@@ -100,7 +107,7 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
     rows = p.v.shape[:2]
     return Forward(
         cumulative.view(*rows, hv) if output_g else None,
-        A.view(*rows, hv, CHUNK),
+        without_beta.view(*rows, hv, CHUNK),
         o.view(p.v.shape),
         h,
         final_state,

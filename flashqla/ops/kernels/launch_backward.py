@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashqla.ops.checks import CHUNK, DTYPES, HEAD_DIM, Problem
 from flashqla.ops.kernels import launch
-from flashqla.ops.kernels.common import RECORD
+from flashqla.ops.kernels.common import BACKWARD_RECORD
 from flashqla.ops.plan import Plan
 
 
@@ -37,7 +37,7 @@ def backward(
 
     do [B, T, hv, 128] and dht (shaped as the initial state, or None) are the gradients of the results. saved: the
     cumulative gate and A of the forward pass, whose q and k were normalised already; without it they are computed again.
-    Per chunk and value head 64 KB of states and their gradients, 16 KB of U, 8 KB of A and 2 KB of factors are allocated.
+    Per chunk and value head 64 KB of states and their gradients, 16 KB of U, 8 KB of A and 2.3 KB of factors are allocated.
     """
     p = problem
     q, k, v, do = (launch._rows(x) for x in (p.q, p.k, p.v, do))
@@ -49,7 +49,7 @@ def backward(
 
     dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))
     dv, u = (v.new_empty((tokens, hv, HEAD_DIM)) for _ in range(2))
-    records = q.new_empty((slots, hv, RECORD, CHUNK), dtype=torch.float32)
+    records = q.new_empty((slots, hv, BACKWARD_RECORD, CHUNK), dtype=torch.float32)
     dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
     states, dstates = (q.new_empty((slots, hv, HEAD_DIM, HEAD_DIM)) for _ in range(2))
     nothing = records.as_strided((sequences, hv, HEAD_DIM, HEAD_DIM), (0, 0, 0, 0))  # stands for a state that is not there
@@ -60,9 +60,9 @@ def backward(
     if saved is None:
         A = q.new_empty((tokens, hv, CHUNK))
         g = beta if p.g is None else p.g.flatten(0, 1)
-        launch._kernel("inverse", dtype, DTYPES[g.dtype], DTYPES[beta.dtype], p.l2norm)(
+        launch._kernel("inverse", dtype, DTYPES[g.dtype], DTYPES[beta.dtype], p.l2norm, True)(
             q, k, g, beta, offsets, A, records, records.new_empty((1, hv)), dv, p.scale, sequences, step, group,
-            plan.heads_per_inverse, int(p.g is not None), 0,
+            plan.heads_per_inverse, hv // plan.heads_per_inverse, plan.inverse_ctas, int(p.g is not None), 0, 0,
         )
     else:
         cumulative, A = saved[0].flatten(0, 1), saved[1].flatten(0, 1).contiguous()
@@ -74,7 +74,7 @@ def backward(
         shape = (tokens // (CHUNK * segments) + sequences, hv, HEAD_DIM, HEAD_DIM)
         starts, dstarts = (records.new_empty(shape) for _ in range(2))
         transitions, forgets = q.new_empty(shape), records.new_empty(shape[:2], dtype=torch.int32)
-        launch._kernel("summary", dtype, DTYPES[initial.dtype])(
+        launch._kernel("summary", dtype, DTYPES[initial.dtype], True)(
             k, v, A, records, offsets, initial, starts, transitions, forgets, group, step, segments, has_initial,
         )
         launch._kernel("chain", "summary", plan.v_tile, dtype, DTYPES[dfinal.dtype])(

@@ -1,15 +1,15 @@
 """Per-token factors of every 64-token chunk, from the cumulative gate that a forward pass returned: for a backward pass that is given A.
 
-Shapes  g [T, hv] fp32, the sum of the log gate from the start of the chunk; beta [T, hv]  ->  records [slots, hv, 8, 64] fp32 (common.py)
+Shapes  g [T, hv] fp32, the sum of the log gate from the start of the chunk; beta [T, hv]  ->  records [slots, hv, 9, 64] fp32 (common.py)
 Grid    a CTA per chunk and four value heads, a warp each
-Cost    2.5 KB of HBM per chunk and value head
+Cost    2.8 KB of HBM per chunk and value head
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
 """
 
 import tilelang
 import tilelang.language as T
 
-from flashqla.ops.kernels.common import CHUNK, CUDA_TYPES, HOPPER, MANUAL_ROLES, RECORD, WARP, WARP_GROUP, cuda
+from flashqla.ops.kernels.common import BACKWARD_RECORD, CHUNK, CUDA_TYPES, HOPPER, MANUAL_ROLES, WARP, WARP_GROUP, cuda
 
 HEADS = WARP_GROUP // WARP
 
@@ -25,22 +25,23 @@ def build_records(beta_dtype: str):
         g: T.StridedTensor((tokens, hv), (g0, g1), "float32"),
         beta: T.StridedTensor((tokens, hv), (b0, b1), beta_dtype),
         cu_seqlens: T.Tensor((offsets,), "int32"),
-        records: T.Tensor((slots, hv, RECORD, CHUNK), "float32"),
+        records: T.Tensor((slots, hv, BACKWARD_RECORD, CHUNK), "float32"),
         scale: T.float32,
         sequences: T.int32,
         offset_step: T.int32,
     ):
         with T.Kernel(T.ceildiv(hv, HEADS), slots, threads=WARP_GROUP) as (bx, slot):
-            T.import_source(cuda("records", "segments"))
+            T.import_source(cuda("tiles", "records", "segments"))
+            sums = T.alloc_local((2,), "float32")
+            betas = T.alloc_local((2,), beta_dtype)
             T.pdl_trigger()
             head: T.int32 = bx * HEADS + T.get_thread_binding() // WARP
             chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", T.address_of(cu_seqlens[0]), offset_step, sequences, tokens, slot)
             first: T.int32 = T.cast(chunk >> 7, "int32")
             rows: T.int32 = T.cast(chunk & 127, "int32")
             if T.And(rows > 0, head < hv):
-                T.call_extern(
-                    "handle", record_of_sums, T.address_of(g[first, head]), g0, T.address_of(beta[first, head]), b0,
-                    T.address_of(records[slot, head, 0, 0]), rows, scale,
-                )
+                T.call_extern("handle", "flashqla::two_tokens", sums.data, T.address_of(g[0, 0]), first, g0, head, g1, rows)
+                T.call_extern("handle", "flashqla::two_tokens", betas.data, T.address_of(beta[0, 0]), first, b0, head, b1, rows)
+                T.call_extern("handle", record_of_sums, sums.data, betas.data, T.address_of(records[slot, head, 0, 0]), rows, scale)
 
     return chunk_records

@@ -1,4 +1,4 @@
-"""What the kernels that walk from chunk to chunk have in common: rings of shared memory, and the pieces of their roles.
+"""Pieces of the roles of the backward kernels, and their rings of shared memory.
 
 A ring has a barrier for "ready" and one for "free" a stage; step i of a role uses stage i % stages. `x` holds what a role needs of its kernel:
 shared memory, barriers, thread index, sizes.

@@ -1,6 +1,6 @@
 """What a segment of a sequence does to the state that enters it, S -> M S + N, so that segments can run side by side.
 
-    X = K S      U = A (beta V - beta decay X)      S <- decay_C S + (decay_C / decay K)^T U
+    X = K S      U = A (V - decay X)      S <- decay_C S + (decay_C / decay K)^T U
     N: from S = 0 (the first segment: from the initial state);   M: from S = 1 with V = 0
 
 Shapes  k [T, hk, 128], v [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records of the inverse kernel; initial_state [N, hv, K, V]
@@ -20,10 +20,11 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from flashqla.ops.kernels.common import (
+    BACKWARD_RECORD,
     BETA,
-    BETA_DECAY,
     CHUNK,
     CHUNK_DECAY,
+    DECAY,
     FORGOTTEN,
     HEAD_DIM,
     HOPPER,
@@ -45,8 +46,9 @@ STATE_REGISTERS, LOAD_REGISTERS = 200, 40  # two CTAs an SM
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
-def build_summary(dtype: str, state_dtype: str):
-    """The kernel for k and v in `dtype` and initial states in `state_dtype`."""
+def build_summary(dtype: str, state_dtype: str, backward: bool = False):
+    """The kernel for k and v in `dtype` and initial states in `state_dtype`. backward: for records of that pass, and an A without beta."""
+    record = BACKWARD_RECORD if backward else RECORD
     tokens, slots, hk, hv, sequences, offsets, segments = (
         T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "offsets", "segments")
     )
@@ -59,8 +61,7 @@ def build_summary(dtype: str, state_dtype: str):
         X = T.alloc_fragment((TILE, CHUNK), "float32")
         V = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
-        beta = T.alloc_fragment((CHUNK,), "float32")
-        beta_decay = T.alloc_fragment((CHUNK,), "float32")
+        decay = T.alloc_fragment((CHUNK,), "float32")
         key_decay = T.alloc_fragment((CHUNK,), "float32")
         T.clear(S)
         if x.is_transition:
@@ -78,10 +79,13 @@ def build_summary(dtype: str, state_dtype: str):
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             T.call_extern("handle", "flashqla::load_transposed", V.data, T.address_of(x.v_smem[s, 0, 0]))
             T.wait_wgmma(0)
-            T.copy(x.record_smem[s, BETA, :], beta)
-            T.copy(x.record_smem[s, BETA_DECAY, :], beta_decay)
+            T.copy(x.record_smem[s, DECAY, :], decay)
             for v, t in T.Parallel(TILE, CHUNK):
-                W[v, t] = V[v, t] * beta[t] - X[v, t] * beta_decay[t]
+                W[v, t] = V[v, t] - X[v, t] * decay[t]
+            if backward:
+                T.copy(x.record_smem[s, BETA, :], decay)
+                for v, t in T.Parallel(TILE, CHUNK):
+                    W[v, t] = W[v, t] * decay[t]
             T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             for v, k in T.Parallel(TILE, HEAD_DIM):
                 S[v, k] = S[v, k] * x.record_smem[s, CHUNK_DECAY, 0]
@@ -119,7 +123,7 @@ def build_summary(dtype: str, state_dtype: str):
         k: T.StridedTensor((tokens, hk, HEAD_DIM), (k0, k1, 1), dtype),
         v: T.StridedTensor((tokens, hv, HEAD_DIM), (v0, v1, 1), dtype),
         A: T.Tensor((tokens, hv, CHUNK), dtype),
-        records: T.Tensor((slots, hv, RECORD, CHUNK), "float32"),
+        records: T.Tensor((slots, hv, record, CHUNK), "float32"),
         cu_seqlens: T.Tensor((offsets,), "int32"),
         initial_state: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (i0, i1, i2, i3), state_dtype),
         states: T.Tensor((segments, hv, HEAD_DIM, HEAD_DIM), "float32"),
@@ -135,7 +139,7 @@ def build_summary(dtype: str, state_dtype: str):
             k_smem = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
             v_smem = T.alloc_shared((STAGES, CHUNK, TILE), dtype)
             a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
-            record_smem = T.alloc_shared((STAGES, RECORD, CHUNK), "float32")
+            record_smem = T.alloc_shared((STAGES, record, CHUNK), "float32")
             T.annotate_layout({v_smem: make_swizzled_layout(v_smem)})
             T.annotate_min_blocks_per_sm(2)
             ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
@@ -155,7 +159,7 @@ def build_summary(dtype: str, state_dtype: str):
             T.pdl_trigger()
             if first + segment_chunks * CHUNK < eos:  # not the last one, so it is whole
                 start: T.int32 = T.call_extern(
-                    "int32", "flashqla::forgotten_before", T.address_of(records[slot, head, CHUNK_DECAY, 1]), hv * RECORD * CHUNK, segment_chunks, FORGOTTEN
+                    "int32", "flashqla::forgotten_before", T.address_of(records[slot, head, CHUNK_DECAY, 1]), hv * record * CHUNK, segment_chunks, FORGOTTEN
                 )
                 # The first segment starts from a state that is known: nothing is left to multiply.
                 known: T.int32 = T.if_then_else(T.Or(start >= 0, index == 0), 1, 0)
