@@ -122,9 +122,7 @@ class Flashqla:
     contract: ClassVar[bool] = True
 
     def uncapturable(self, direction: Direction) -> str | None:
-        if not self._hopper():
-            return COPIES
-        return None if direction == "fwd" else planning.GRADIENTS
+        return None if self._hopper() else COPIES
 
     def _hopper(self) -> bool:
         return _is_cuda(self.device) and torch.cuda.get_device_capability(self.device) == HOPPER
@@ -138,13 +136,15 @@ class Flashqla:
     def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
         if not self._hopper():
             return ()
-        return _one_of_each(cases, lambda case: (_switches(case), self._plan(case)))
+        return _one_of_each(
+            cases, lambda case: (_switches(case), tuple((p.v_tile, p.segment_chunks > 0) for p in self._plans(case)))
+        )
 
-    def _plan(self, case: Case) -> tuple[int, bool]:
-        """What of a plan selects a kernel."""
+    def _plans(self, case: Case) -> list[planning.Plan]:
+        """Of the forward and the backward pass, on Hopper."""
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        plan = planning.make(hk=case.hk, hv=case.hv, seqlens=case.lengths, dtype=case.dtype, sm_count=sms)
-        return plan.v_tile, plan.segment_chunks > 0
+        sizes = {"hk": case.hk, "hv": case.hv, "seqlens": case.lengths, "dtype": case.dtype, "sm_count": sms}
+        return [planning.make(**sizes, direction=direction) for direction in ("forward", "backward")]
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         arguments = _arguments(inputs)
@@ -157,7 +157,8 @@ class Flashqla:
         plan = explain(**_arguments(inputs))
         if plan.implementation != "tilelang":
             return ["PyTorch chunk form in float32"]
-        return [*plan.kernels * (direction != "bwd"), *[planning.GRADIENTS] * (direction != "fwd")]
+        forward, backward = self._plans(inputs.case)
+        return [*forward.kernels * (direction != "bwd"), *backward.kernels * (direction != "fwd")]
 
 
 @dataclass(frozen=True)
