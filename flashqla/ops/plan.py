@@ -21,7 +21,7 @@ GRADIENTS = "gradients come from the PyTorch chunk form, because there is no bac
 
 # Microseconds per chunk on the critical path of the forward kernel, one CTA per SM, by columns of V in a CTA: measured
 # on an H200 with 512 chunks in sequence. Half the columns do not halve the time: scores and gates are repeated.
-CHUNK_US = {128: 2.1, 64: 1.28}
+CHUNK_US = {128: 1.95, 64: 1.25}
 # Splitting a sequence into segments, fitted to six shapes on an H200: microseconds per chunk of a CTA of the summary
 # kernel, of which an SM runs two as fast as one; per segment of the scan; and for two more launches.
 SUMMARY_CHUNK_US = 1.25

@@ -14,6 +14,7 @@ constexpr int kSmall = 72, kBelow = 2 * kSmall, kDiagonal = 240, kTileRow = 32, 
 static_assert(kDiagonals >= 32 * kTileRow && kDiagonals + 2 * kDiagonal >= 48 * kTileRow);
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
+__device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // The tensor cores cut TF32 operands off after 10 bits. Adding half of the last one first rounds to nearest (cvt.rna.tf32 takes four instructions).
 __device__ __forceinline__ float operand(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000u); }
 __device__ __forceinline__ float minus_operand(float x) { return __uint_as_float(__float_as_uint(x) + 0x80001000u); }
