@@ -196,7 +196,9 @@ def assert_forward_stores_and_publishes(built: Built, groups: int, output_h: boo
     for state in states:
         assert state.count("store_transposed(") == 1
         # Two warpgroups publish an output beside the next products, and the last one after the loop.
-        published = len(re.findall(r"tl::fence_proxy_async\(\);[ }]*(?: if \([^;{]*\) \{)* o_ready[^;]*arrive\(\);", state))
+        published = len(
+            re.findall(r"tl::fence_proxy_async\(\);[ }]*(?: if \([^;{]*\) \{)* o_ready[^;]*arrive\(\);", state)
+        )
         assert published == state.count("fence_proxy_async") == groups
         assert state.count(" final_state[") == 1
         assert state.count("store_state(") == (0 if not output_h else 2 if groups == 1 else 1)
