@@ -262,8 +262,8 @@ def assert_fits(built: Built, ctas: int, roles: Sequence[int] = ()) -> None:
 def assert_forward_instructions(built: Built, groups: int) -> None:
     found = built.opcodes
     # Products in steps of 16: K S and Q S take 8, A W, K^T U and P U or Z W 4, Q K^T 8. A state warpgroup that is alone
-    # does the first K S ahead of its loop, as Q K^T always is; for two, P A is made, in 4.
-    assert found["HGMMA"] == groups * (2 * 8 + 3 * 4) + 2 * 8 + (8 if groups == 1 else 4)
+    # does the first K S ahead of its loop; for two, P A is made, in 4.
+    assert found["HGMMA"] == groups * (2 * 8 + 3 * 4) + 8 + (8 if groups == 1 else 4)
     assert found["LDSM"] == 8  # v, in two places
     assert found["STSM"] == 4 * (groups + 1)  # o and P
     assert found["UTMALDG"] == 2 * (2 + 2 + 1 + groups + 1)  # q, k, record, v, A, of whole chunks and of the last

@@ -91,9 +91,9 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
 
     @T.macro
     def write_state(S, x, w):
-        if x.ended_smem[0] >= 0:
+        if x.ended >= 0:
             for v, k in T.Parallel(TILE, HEAD_DIM):
-                x.final_state[x.ended_smem[0], x.head, k, x.first_column + w * TILE + v] = S[v, k]
+                x.final_state[x.ended, x.head, k, x.first_column + w * TILE + v] = S[v, k]
 
     @T.macro
     def round_state(S, S_in, i, x, w):
@@ -207,8 +207,6 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 s = T.if_then_else(last == STAGES - 1, 0, last + 1)
                 turn = T.if_then_else(last == STAGES - 1, turn ^ 1, turn)
                 enter(i + 1, True, s, last, turn, S, S_in, X, O, V, x, w)
-        else:
-            T.barrier_wait(x.in_ready[0], 0)
         write_state(S, x, w)
 
     @T.macro
@@ -233,7 +231,8 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         s = 0
         turn = 0
         read_state(S, x, w)
-        T.barrier_wait(x.in_ready[0], 0)
+        if x.chunks > 0:
+            T.barrier_wait(x.in_ready[0], 0)
         for i in T.unroll(x.chunks, unroll_factor=1):
             round_state(S, S_in, i, x, w)
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
@@ -270,44 +269,40 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
 
     @T.macro
     def score(x, scale):
-        """P, or Z = P A. Q K^T of the next chunk runs while one is stored; like STATE, it begins one chunk more than there is."""
         P = T.alloc_fragment((CHUNK, CHUNK), "float32")
         R = T.alloc_fragment((CHUNK, CHUNK), "float32")
         P_in = T.alloc_fragment((CHUNK, CHUNK), dtype)
-        out = T.alloc_fragment((CHUNK, CHUNK), dtype)
+        P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
+        row = T.alloc_fragment((CHUNK,), "float32")
+        col = T.alloc_fragment((CHUNK,), "float32")
         s = T.alloc_var("int32")
         turn = T.alloc_var("int32")
-        last = T.alloc_var("int32")
         s = 0
         turn = 0
-        if x.chunks > 0:
-            T.barrier_wait(x.in_ready[0], 0)
-            T.wgmma_gemm(x.q_smem[0, :, :], x.k_smem[0, :, :], P, transpose_B=True, clear_accum=True)
-            T.call_extern("handle", "flashqla::decay_ratios", R.data, T.access_ptr(x.record_smem[0, ROW_LOG, 0], "r"), T.access_ptr(x.record_smem[0, COL_LOG, 0], "r"), scale)
-            T.wait_wgmma(0)
         for i in T.unroll(x.chunks, unroll_factor=1):
-            last = s
-            s = T.if_then_else(last == STAGES - 1, 0, last + 1)
-            turn = T.if_then_else(last == STAGES - 1, turn ^ 1, turn)
+            T.barrier_wait(x.in_ready[s], turn)
+            T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
+            load_factor(row, ROW_LOG, s, x)
+            load_factor(col, COL_LOG, s, x)
+            for t, u in T.Parallel(CHUNK, CHUNK):  # above the diagonal the exponential may overflow
+                R[t, u] = T.if_then_else(u <= t, T.exp2(row[t] - col[u]), 0.0) * scale
+            T.wait_wgmma(0)
             if groups == 2:
                 for t, u in T.Parallel(CHUNK, CHUNK):
                     P_in[t, u] = P[t, u] * R[t, u]
-                T.wgmma_gemm(P_in, x.a_smem[last, :, :], P, clear_accum=True)
+                T.wgmma_gemm(P_in, x.a_smem[s, :, :], P, clear_accum=True)
+                T.wait_wgmma(0)
+                T.copy(P, P_out)
             else:
                 for t, u in T.Parallel(CHUNK, CHUNK):
-                    out[t, u] = P[t, u] * R[t, u]
-            T.barrier_wait(x.in_ready[s], turn)
-            if groups == 2:
-                T.wait_wgmma(0)
-                T.copy(P, out)
-            T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
+                    P_out[t, u] = P[t, u] * R[t, u]
+            T.barrier_arrive(x.in_free[s])
             T.barrier_wait(x.p_free[i % OUT_STAGES], ((i // OUT_STAGES) & 1) ^ 1)
-            T.call_extern("handle", "flashqla::store_tile", T.access_ptr(x.p_smem[i % OUT_STAGES, 0, 0], "r"), out.data)
+            T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % OUT_STAGES, 0, 0]), P_out.data)
             T.fence_proxy_async()
             T.barrier_arrive(x.p_ready[i % OUT_STAGES])
-            T.barrier_arrive(x.in_free[last])
-            T.call_extern("handle", "flashqla::decay_ratios", R.data, T.access_ptr(x.record_smem[s, ROW_LOG, 0], "r"), T.access_ptr(x.record_smem[s, COL_LOG, 0], "r"), scale)
-            T.wait_wgmma(0)
+            turn = T.if_then_else(s == STAGES - 1, turn ^ 1, turn)
+            s = T.if_then_else(s == STAGES - 1, 0, s + 1)
 
     @T.macro
     def load_chunk(i, x, ready, stage):
@@ -341,9 +336,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.a_smem[s, 0, 0]), rows)
                 T.fence_proxy_async()
                 T.barrier_arrive(x.in_ready[s])
-        # STATE and SCORE wait for one chunk more than there is; with it STATE learns what it would hold in a register all along.
-        if x.tx % WARP == 0:
-            x.ended_smem[0] = x.ended
+        # STATE waits for one chunk more than there is.
         T.barrier_wait(x.in_free[x.chunks % STAGES], ((x.chunks // STAGES) & 1) ^ 1)
         T.barrier_arrive(x.in_ready[x.chunks % STAGES])
 
@@ -397,7 +390,6 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             record_smem = T.alloc_shared((STAGES, RECORD, CHUNK), "float32")
             p_smem = T.alloc_shared((OUT_STAGES, CHUNK, CHUNK), dtype)
             o_smem = T.alloc_shared((OUT_STAGES, groups, CHUNK, TILE), dtype)
-            ended_smem = T.alloc_shared((1,), "int32")
             T.annotate_layout({v_smem: make_swizzled_layout(v_smem), o_smem: make_swizzled_layout(o_smem)})
             in_ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE, SCORE
             # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
@@ -448,7 +440,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 in_ready=in_ready, in_free=in_free, p_ready=p_ready, p_free=p_free, o_ready=o_ready, o_free=o_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, segment=segment, index=index, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
                 slot=bos // CHUNK + sequence + index * segment_chunks, bos=first, length=length, chunks=chunks, first_chunk=first_chunk,
-                ended=ended, ended_smem=ended_smem, has_initial_state=has_initial_state,
+                ended=ended, has_initial_state=has_initial_state,
             )
             if tx < WARP_GROUP:
                 T.inc_max_nreg(state_registers)

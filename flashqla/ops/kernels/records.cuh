@@ -1,6 +1,7 @@
-// The record of a chunk and value head, by one warp; common.py says what it holds. The lane has tokens 2*lane and 2*lane+1. Needs tiles.cuh.
+// The record of a chunk and value head, by one warp; common.py says what it holds. The lane has tokens 2*lane and 2*lane+1.
 namespace flashqla {
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+__device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 // Tokens first + 2*lane and first + 2*lane + 1 of a head, 0 past `rows`; as they are, so that nothing has to wait for them yet.
 template <typename Element> __device__ __forceinline__ void two_tokens(Element* out, const Element* at, int first, int stride, int head, int head_stride, int rows) {

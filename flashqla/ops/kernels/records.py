@@ -31,7 +31,7 @@ def build_records(beta_dtype: str):
         offset_step: T.int32,
     ):
         with T.Kernel(T.ceildiv(hv, HEADS), slots, threads=WARP_GROUP) as (bx, slot):
-            T.import_source(cuda("tiles", "records", "segments"))
+            T.import_source(cuda("records", "segments"))
             sums = T.alloc_local((2,), "float32")
             betas = T.alloc_local((2,), beta_dtype)
             T.pdl_trigger()

@@ -48,25 +48,6 @@ template <typename Element> __device__ __forceinline__ void store_tiles(void* ti
   store_tile(tiles, fragment);
   store_tile(static_cast<char*>(tiles) + 8192, fragment + 32);
 }
-__device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-// fragment[t, u] = scale * 2^(row[t] - col[u]) for u <= t, else 0. A warp has 16 rows: of its 8-column tiles, two lie across the diagonal,
-// and those after them above it. There the exponential may overflow, so that a choice must be made, not a product with 0.
-__device__ __forceinline__ void decay_ratios(float* fragment, const float* row, const float* col, float scale) {
-  const int lane = threadIdx.x & 31, warp = warp_of_group(), t = 16 * warp + (lane >> 2), u = 2 * (lane & 3);
-  const float row0 = row[t], row1 = row[t + 8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    float* at = fragment + 4 * j;
-    at[0] = at[1] = at[2] = at[3] = 0.f;
-    if (j > 2 * warp + 1) continue;
-    const float2 c = *reinterpret_cast<const float2*>(col + 8 * j + u);
-    const int before = j < 2 * warp ? 16 : t - u - 8 * j;  // rows from column u down to row t; enough, below the diagonal
-    if (before >= 0) at[0] = scale * ex2(row0 - c.x);
-    if (before >= 1) at[1] = scale * ex2(row0 - c.y);
-    if (before >= -8) at[2] = scale * ex2(row1 - c.x);
-    if (before >= -7) at[3] = scale * ex2(row1 - c.y);
-  }
-}
 // state[k, v] = fragment[v, k], 64 of v and 128 of k, with any strides. One running address: were each computed from its indices, the
 // compiler would keep many of them in registers throughout the loop over chunks, and spill others.
 template <typename Element> __device__ __forceinline__ void store_state(Element* state, long long k_stride, long long v_stride, const Element* fragment) {
