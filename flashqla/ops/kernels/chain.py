@@ -144,7 +144,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             hand_out_state(S_in, i, x, w)
             decay_state(S, i, x)
             T.wait_wgmma(0)
-            release(x, x.va_free, i % STAGES)
+            T.barrier_arrive(x.va_free[i % STAGES])
             scale_columns(W, X, KEY_DECAY, i, x)
             T.wgmma_gemm(W, x.k_smem[s, :, :], S)
             T.copy(X, V)
@@ -193,7 +193,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             if not summary:
                 hand_out_state(S_in, i, x, w)
             T.wait_wgmma(1)  # dY; Q^T dO goes on
-            release(x, x.va_free, p)
+            T.barrier_arrive(x.va_free[p])
             T.copy(x.record_smem[s, BETA_DECAY, :], factor)
             for v, t in T.Parallel(TILE, CHUNK):
                 W[v, t] = -X[v, t] * factor[t]
@@ -314,7 +314,8 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             qk_ready = T.alloc_barrier([WARP] * QK_STAGES)  # LOAD -> STATE, SCORE
             qk_free = T.alloc_barrier([QK_READERS] * QK_STAGES)  # STATE, SCORE -> LOAD
             va_ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
-            va_free = T.alloc_barrier([STATE_END // WARP] * STAGES)  # STATE -> LOAD
+            # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
+            va_free = T.alloc_barrier([STATE_END] * STAGES)  # STATE -> LOAD
             s_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
             s_free = T.alloc_barrier([WARP])  # STORE -> STATE
             y_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE

@@ -100,6 +100,9 @@ def build_gradients(dtype: str, l2norm: bool):
                         if n == 0:  # of the first value head, q comes later than the states
                             T.barrier_wait(x.qk_ready[0], done & 1)
                         T.wait_wgmma(0)
+                        # Loads of the inner product may still be under way: nothing has waited for them, and an arrival does not. Unfenced, the
+                        # copy of the next states overtook them.
+                        T.fence_proxy_async()
                         release(x, x.state_free, n)
                         T.call_extern(
                             "handle", f"flashqla::add_product<{element}>", sums[n].data, product.data, T.address_of(x.q_smem[n, 0, 0]),
