@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 from typing import Any
 
+from flashqla import __version__
+
 HOPPER = (9, 0)  # compute capability our kernels are written for
 KERNEL_SOURCES = {".py", ".cuh"}
 
@@ -82,7 +84,7 @@ def environment(index: int = 0) -> Environment:
     versions, card = package_versions(), gpu(index)
     torch = sys.modules.get("torch")
     return Environment(
-        flashqla=versions["flashqla"] or "unknown",
+        flashqla=versions["flashqla"] or __version__,
         git_revision=_git_revision(),
         kernel_fingerprint=kernel_fingerprint(),
         python=platform.python_version(),

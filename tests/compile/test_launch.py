@@ -158,7 +158,7 @@ def test_backward_arguments_are_as_declared(calls: list[tuple[Key, tuple[Any, ..
 def assert_arguments(calls: list[tuple[Key, tuple[Any, ...]]], absent: set[tuple[str, str]]) -> None:
     """What the calls pass is what the kernels declare; `absent`, by kernel and parameter, may be None."""
     for (name, *choices), arguments in calls:
-        program = launch._BUILDERS[name].get_tir(*choices)
+        program = launch._builder(name).get_tir(*choices)
         sizes: dict[str, int] = {}  # of dimensions that tensors share, and of strides
         for value, parameter in zip(arguments, program.params, strict=True):
             if parameter not in program.buffer_map:

@@ -5,6 +5,7 @@ Arguments are right when they get here (`ops.checks`), and what to run is decide
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib import import_module
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -13,25 +14,9 @@ import torch
 from torch import Tensor
 
 from flashqla.ops.checks import CHUNK, DTYPES, HEAD_DIM, Problem
-from flashqla.ops.kernels.chain import build_chain
 from flashqla.ops.kernels.common import RECORD
-from flashqla.ops.kernels.forward import build_forward
-from flashqla.ops.kernels.gradients import build_gradients
-from flashqla.ops.kernels.inverse import build_inverse
-from flashqla.ops.kernels.records import build_records
-from flashqla.ops.kernels.scan import build_scan
-from flashqla.ops.kernels.summary import build_summary
 from flashqla.ops.plan import Plan
 
-_BUILDERS = {
-    "inverse": build_inverse,
-    "summary": build_summary,
-    "scan": build_scan,
-    "forward": build_forward,
-    "records": build_records,
-    "chain": build_chain,
-    "gradients": build_gradients,
-}
 _tracing = Lock()  # TileLang's factories keep the last call in plain fields; what comes after them may run side by side
 
 
@@ -45,10 +30,15 @@ class Forward(NamedTuple):
     final_state: Tensor | None
 
 
+def _builder(name: str) -> Any:
+    """The factory of a kernel. Making one takes tenths of a second: a first call waits for those alone that it needs."""
+    return getattr(import_module(f"flashqla.ops.kernels.{name}"), f"build_{name}")
+
+
 @cache
 def _kernel(name: str, *arguments: Any) -> Any:
-    builder = _BUILDERS[name]
     with _tracing:
+        builder = _builder(name)
         program = builder.get_tir(*arguments)
     return tilelang.compile(program, target=builder.target, pass_configs=builder.pass_configs)
 
