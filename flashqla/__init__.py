@@ -5,6 +5,8 @@ Public names load on first use, so that `import flashqla` needs neither a GPU no
 
 from typing import TYPE_CHECKING, Any
 
+from flashqla._version import __version__
+
 if TYPE_CHECKING:
     from flashqla.captures import capture
     from flashqla.ops import (
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
         explain,
         strict,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "FallbackWarning",

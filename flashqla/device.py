@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 from typing import Any
 
-from flashqla import __version__
+from flashqla._version import __version__
 
 HOPPER = (9, 0)  # compute capability our kernels are written for
 KERNEL_SOURCES = {".py", ".cuh"}

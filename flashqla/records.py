@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -327,6 +328,8 @@ def read(path: Path) -> Run:
     try:
         content = _content(text)
         version = content["schema_version"]
+    except RecursionError as error:
+        raise RecordError("not a result file of flashqla", given=f"{path}: nested too deep") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:  # JSONDecodeError is a ValueError
         raise RecordError("not a result file of flashqla", given=f"{path}: {error!r}") from error
     if version != SCHEMA_VERSION:
@@ -337,11 +340,16 @@ def read(path: Path) -> Run:
             do="read it with the flashqla that wrote it, or with a newer one",
         )
     try:
-        return Run.model_validate(content)
+        run = Run.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise RecordError("not a result file of flashqla", given=f"{path}: {where}: {first['msg']}") from error
+    rows = Counter((record.case_id, record.backend) for record in run.records)
+    for (case_id, backend), count in rows.items():
+        if count > 1:
+            raise RecordError("a result file holds a row more than once", given=f"{path}: {backend} on {case_id}")
+    return run
 
 
 def json_schema() -> dict[str, Any]:
@@ -357,6 +365,8 @@ def _content(text: str) -> dict[str, Any]:
             return content
     except json.JSONDecodeError:
         pass
+    if not text.strip():
+        raise ValueError("the file is empty")
     header, *rest = text.splitlines()
     records = []
     for line in rest:

@@ -262,9 +262,12 @@ def _lengths(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int, rea
 
     if cu_seqlens.device.type == "cpu":
         offsets = cu_seqlens.tolist()
-        if cu_seqlens_cpu is not None and cu_seqlens_cpu.tolist() != offsets:
+        if cu_seqlens_cpu is not None and (given := cu_seqlens_cpu.tolist()) != offsets:
+            at = next(n for n, pair in enumerate(zip(given, offsets, strict=True)) if pair[0] != pair[1])
             raise ArgumentError(
-                "cu_seqlens_cpu differs from cu_seqlens", given=f"{cu_seqlens_cpu.tolist()} and {offsets}"
+                "cu_seqlens_cpu differs from cu_seqlens",
+                given=f"offset {at} is {given[at]} there, and {offsets[at]} in cu_seqlens",
+                do="pass the same offsets, or cu_seqlens alone",
             )
         return _checked(offsets, tokens)
     if cu_seqlens_cpu is not None:

@@ -101,7 +101,9 @@ def make(
     kernels cannot be loaded here, "" if they can. auto_cp: whether sequences may be split.
     """
     if seqlens is None:
-        seqlens = (-(-tokens // sequences),) * sequences
+        seqlens = (-(-tokens // max(sequences, 1)),) * sequences
+    if not seqlens:  # of no sequence, as of empty ones, every plan is as good
+        seqlens = (0,)
     reason = _refusal(len(seqlens), dtype, device, capability, missing)
     if reason:
         return Plan("torch", 128, 1, (), f"{reason}: the PyTorch chunk form runs")

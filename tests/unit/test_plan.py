@@ -94,6 +94,13 @@ def test_unknown_lengths_are_taken_as_equal():
     assert plan.make(hk=16, hv=48, seqlens=None, sequences=4, tokens=32768) == known
 
 
+@pytest.mark.parametrize("seqlens", [(), (0,), (0, 0), None])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_nothing_to_do_has_a_plan(direction, seqlens):
+    made = plan.make(hk=2, hv=8, seqlens=seqlens, sequences=0, direction=direction)
+    assert made.implementation == "tilelang" and made.segment_chunks == 0
+
+
 @pytest.mark.parametrize(
     ("chunks", "ctas", "sms", "critical"),
     [

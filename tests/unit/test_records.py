@@ -257,7 +257,8 @@ def test_an_unwritable_path_fails_before_anything_is_measured(
     [
         ("{", "not a result file"),
         ("[1]", "not a result file"),
-        ("", "not a result file"),
+        ("", "the file is empty"),
+        ("[" * 100_000, "nested too deep"),
         ('{"schema_version": 1, "settings": null, "records": []}', "not a result file"),
         ("{}", "not a result file"),
         ('{"schema_version": 2}', "schema version 2 is not supported"),
@@ -270,6 +271,15 @@ def test_files_of_another_kind_are_refused_clearly(tmp_path: Path, content: str,
     with pytest.raises(RecordError, match=message) as caught:
         read(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_row_stands_once(tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record]) -> None:
+    row = timed(CASE, "flashqla", 0.5)
+    path = tmp_path / "run.json"
+    path.write_text(to_json(make_run(row, row)))
+    with pytest.raises(RecordError, match="more than once") as caught:
+        read(path)
+    assert f"flashqla on {CASE.id}" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.jsonl", "run"])

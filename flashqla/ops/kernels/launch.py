@@ -4,7 +4,7 @@ Arguments are right when they get here (`ops.checks`), and what to run is decide
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from threading import Lock
 from typing import Any, NamedTuple
@@ -146,7 +146,7 @@ def _even_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
     return _kept_offsets(batch, tokens, device)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _kept_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
     # Copied before this returns, so that a call on another stream may read it at once.
     return torch.tensor([n * tokens for n in range(batch + 1)], dtype=torch.int32, device=device)

@@ -30,12 +30,12 @@ def build_records(beta_dtype: str):
         sequences: T.int32,
         offset_step: T.int32,
     ):
-        with T.Kernel(T.ceildiv(hv, HEADS), slots, threads=WARP_GROUP) as (bx, slot):
+        with T.Kernel(slots, T.ceildiv(hv, HEADS), threads=WARP_GROUP) as (slot, by):  # slots along x: y ends at 65535
             T.import_source(cuda("records", "segments"))
             sums = T.alloc_local((2,), "float32")
             betas = T.alloc_local((2,), beta_dtype)
             T.pdl_trigger()
-            head: T.int32 = bx * HEADS + T.get_thread_binding() // WARP
+            head: T.int32 = by * HEADS + T.get_thread_binding() // WARP
             chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", T.address_of(cu_seqlens[0]), offset_step, sequences, tokens, slot)
             first: T.int32 = T.cast(chunk >> 7, "int32")
             rows: T.int32 = T.cast(chunk & 127, "int32")
