@@ -98,7 +98,8 @@ def test_unknown_lengths_are_taken_as_equal():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_nothing_to_do_has_a_plan(direction, seqlens):
     made = plan.make(hk=2, hv=8, seqlens=seqlens, sequences=0, direction=direction)
-    assert made.implementation == "tilelang" and made.segment_chunks == 0
+    assert made.implementation == "tilelang"
+    assert made.segment_chunks == 0
 
 
 @pytest.mark.parametrize(
