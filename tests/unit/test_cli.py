@@ -66,7 +66,9 @@ class Layers:
         self.asked |= {"cases": cases, **options}
         sys.stdout.write("compiling\n")  # as libraries do
         os.write(1, b"compiling\n")
-        for count, (case, backend) in enumerate((case, backend) for case in cases for backend in backends):
+        kept = {(record.case_id, record.backend) for record in options.get("kept", ())}
+        wanted = [(case, backend) for case in cases for backend in backends if (case.id, backend) not in kept]
+        for count, (case, backend) in enumerate(wanted):
             self.before(count)
             sink(self.answer(case, backend))
 
