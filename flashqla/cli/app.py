@@ -1,5 +1,6 @@
 """The `flashqla` command: its options, and how an error becomes an exit code."""
 
+import os
 import signal
 import sys
 import traceback
@@ -91,8 +92,25 @@ def root(
     pass
 
 
+def _open_streams() -> None:
+    """Give the process its three descriptors, and streams that can write any character.
+
+    A descriptor that the caller closed would go to the next file that is opened, and what libraries print with it.
+    """
+    for descriptor, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, mode), True)  # takes the lowest free one, which is this
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name) or os.fdopen(descriptor, "w", closefd=False)  # None where it was closed
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)
+
+
 def main() -> None:
     """Entry point."""
+    _open_streams()
     try:
         app()
     finally:  # what is left is for Python to take down, and Ctrl-C would only spoil the exit code

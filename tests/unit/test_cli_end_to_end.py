@@ -291,3 +291,22 @@ def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
     assert run.records[0].passed
     assert stdout.startswith("flashqla verify fwd\n")
     assert not part.exists()
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
+def test_a_closed_descriptor_is_no_ones(tmp_path: Path, closed: str) -> None:
+    """Where stderr is closed, what it would have got must not end up in the file that is opened next."""
+    command = f"{sys.executable} -m flashqla verify --suite smoke -k '*1x128*' --json run.json {closed}"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, timeout=300)
+    assert done.returncode == 0
+    assert verify_text(read(tmp_path / "run.json")) == done.stdout.decode()
+
+
+def test_any_note_can_be_shown_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text('["é漢"]\nhk = 1\nhv = 1\nlengths = [70]\n', encoding="utf-8")
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "flashqla", "cases", "--cases", "own.toml"]
+    done = subprocess.run(command, cwd=tmp_path, env=ascii_only, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert b"\\xe9\\u6f22" in done.stdout
