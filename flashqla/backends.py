@@ -148,9 +148,9 @@ class Flashqla:
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         arguments = _arguments(inputs)
-        if direction != "fwd":
-            return _first(_differentiated(chunk_gated_delta_rule, arguments, inputs.do, inputs.dht, direction))
         with strict() if self._hopper() else nullcontext():  # on Hopper a fallback to PyTorch is not what is asked for
+            if direction != "fwd":
+                return _first(_differentiated(chunk_gated_delta_rule, arguments, inputs.do, inputs.dht, direction))
             return _first(lambda: _outputs(*chunk_gated_delta_rule(**arguments)))
 
     def kernels(self, inputs: Inputs, direction: Direction) -> list[str]:

@@ -29,6 +29,25 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Key, tuple[Any, ...]]]:
     return seen
 
 
+def drawn(
+    hk: int,
+    hv: int,
+    lengths: tuple[int, ...],
+    dtype: torch.dtype,
+    gate_dtype: torch.dtype,
+    state_dtype: torch.dtype | None,
+    offset_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """q, k, v, beta, offsets and initial state on the CPU, which nobody reads. Without offset_dtype a batch."""
+    rows = (len(lengths), lengths[0]) if offset_dtype is None else (1, sum(lengths))
+    q, k = torch.empty(2, *rows, hk, 128, dtype=dtype)
+    v = torch.empty(*rows, hv, 128, dtype=dtype)
+    beta = torch.empty(*rows, hv, dtype=gate_dtype)
+    offsets = None if offset_dtype is None else torch.tensor([0, *accumulate(lengths)], dtype=offset_dtype)
+    state = None if state_dtype is None else torch.empty(len(lengths), hv, 128, 128, dtype=state_dtype)
+    return q, k, v, beta, offsets, state
+
+
 def run(
     hk: int = 2,
     hv: int = 4,
@@ -43,13 +62,8 @@ def run(
     state_v_first: bool = False,
     output_h: bool = False,
 ) -> None:
-    """A forward call planned for a Hopper GPU, on CPU tensors that nobody reads. Without offset_dtype a batch."""
-    rows = (len(lengths), lengths[0]) if offset_dtype is None else (1, sum(lengths))
-    q, k = torch.empty(2, *rows, hk, 128, dtype=dtype)
-    v = torch.empty(*rows, hv, 128, dtype=dtype)
-    beta = torch.empty(*rows, hv, dtype=gate_dtype)
-    offsets = None if offset_dtype is None else torch.tensor([0, *accumulate(lengths)], dtype=offset_dtype)
-    state = None if state_dtype is None else torch.empty(len(lengths), hv, 128, 128, dtype=state_dtype)
+    """A forward call planned for a Hopper GPU."""
+    q, k, v, beta, offsets, state = drawn(hk, hv, lengths, dtype, gate_dtype, state_dtype, offset_dtype)
     g = beta if gated else None
     options = (None, state, output_final_state, l2norm, offsets, state_v_first, True, None)
     problem = checks.problem(q, k, v, g, beta, *options, output_h=output_h)
@@ -71,20 +85,17 @@ def run_backward(
     state_v_first: bool = False,
     saved: bool = False,
 ) -> launch_backward.Backward:
-    """A backward call planned for a Hopper GPU, on CPU tensors that nobody reads. Without offset_dtype a batch."""
-    rows = (len(lengths), lengths[0]) if offset_dtype is None else (1, sum(lengths))
-    q, k = torch.empty(2, *rows, hk, 128, dtype=dtype)
-    v = torch.empty(*rows, hv, 128, dtype=dtype)
-    beta = torch.empty(*rows, hv, dtype=gate_dtype)
-    offsets = None if offset_dtype is None else torch.tensor([0, *accumulate(lengths)], dtype=offset_dtype)
-    states = (len(lengths), hv, 128, 128)
-    state = None if state_dtype is None else torch.empty(states, dtype=state_dtype)
+    """A backward call planned for a Hopper GPU."""
+    q, k, v, beta, offsets, state = drawn(hk, hv, lengths, dtype, gate_dtype, state_dtype, offset_dtype)
     options = (None, state, dht, l2norm, offsets, state_v_first, True, None)
     problem = checks.problem(q, k, v, beta if gated else None, beta, *options)
     chosen = plan.make(hk=hk, hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype], direction="backward")
-    given = (torch.empty(*rows, hv), torch.empty(*rows, hv, 64, dtype=dtype)) if saved else None
+    rows = v.shape[:3]
+    given = (torch.empty(rows), torch.empty(*rows, 64, dtype=dtype)) if saved else None
     do = torch.ones((), dtype=dtype).expand(v.shape)
-    return launch_backward.backward(problem, chosen, do, torch.empty(states) if dht else None, given, 132)
+    return launch_backward.backward(
+        problem, chosen, do, torch.empty(len(lengths), hv, 128, 128) if dht else None, given, 132
+    )
 
 
 def test_sizes_need_no_kernels_of_their_own(calls: list[tuple[Key, Any]]) -> None:
