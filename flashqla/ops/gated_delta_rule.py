@@ -329,7 +329,6 @@ def _plan(problem: Problem, direction: plan.Direction = "forward") -> Plan:
     device = problem.q.device
     capability, sm_count, missing = _device_facts(device)
     return plan.make(
-        hk=problem.hk,
         hv=problem.hv,
         seqlens=problem.seqlens,
         sequences=problem.sequences,

@@ -53,8 +53,6 @@ LASTING_HEADS = 4  # in trained models about one head in so many keeps what it k
 SEGMENTS = (2, 3, 4, 6, 8, 11, 16, 22, 32)  # of the longest sequence
 SHORTEST_SEGMENT = 8  # chunks
 SPLIT_GAIN = 0.95  # of the estimate without: a split must promise more than estimates are off
-# CTAs of the inverse kernel that an SM holds. They share K K^T among heads of a group as long as they are that many.
-INVERSE_CTAS = 4
 MOST_SEQUENCES = 65535  # rows of a grid
 # Beyond this many sequences the SMs are evenly loaded, and scheduling them one by one would cost host time.
 SCHEDULED_SEQUENCES = 64
@@ -66,12 +64,11 @@ class Plan:
 
     v_tile: columns of V per CTA; 128 is one CTA per (segment, value head), 64 is two.
     segment_chunks: chunks of a segment, which run side by side; 0 leaves sequences whole.
-    heads_per_inverse: value heads that a CTA of the inverse kernel treats at once; inverse_ctas: the most CTAs it has.
+    inverse_ctas: the most CTAs that the inverse kernel has.
     """
 
     implementation: Literal["tilelang", "torch"]
     v_tile: Literal[64, 128]
-    heads_per_inverse: int
     kernels: tuple[str, ...]
     why: str
     segment_chunks: int = 0
@@ -81,7 +78,6 @@ class Plan:
 @lru_cache(maxsize=1024)
 def make(
     *,
-    hk: int,
     hv: int,
     seqlens: tuple[int, ...] | None,
     sequences: int = 1,
@@ -106,19 +102,15 @@ def make(
         seqlens = (0,)
     reason = _refusal(len(seqlens), dtype, device, capability, missing)
     if reason:
-        return Plan("torch", 128, 1, (), f"{reason}: the PyTorch chunk form runs")
+        return Plan("torch", 128, (), f"{reason}: the PyTorch chunk form runs")
 
     chunks, costs = [-(-length // CHUNK) for length in seqlens], COSTS[direction]
     v_tile, us, tile_reason = _choose_v_tile(chunks, hv, sm_count, costs)
     segment_chunks, split_reason = _choose_split(chunks, hv, sm_count, us, costs) if auto_cp else (0, "auto_cp is off")
     if segment_chunks:
         v_tile, _, tile_reason = _choose_v_tile(_segments(chunks, segment_chunks), hv, sm_count, costs)
-    heads = _heads_per_inverse(sum(chunks), hk, hv, sm_count)
-    ctas = sum(chunks) * hv // heads
-    inverse_reason = f"{ctas} CTAs of the inverse with {heads} of {hv // hk} v-heads of a group each, on {sm_count} SMs"
-    why = "; ".join((split_reason, tile_reason, inverse_reason))
     kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
-    return Plan("tilelang", v_tile, heads, kernels, why, segment_chunks, INVERSE_CTAS * sm_count)
+    return Plan("tilelang", v_tile, kernels, f"{split_reason}; {tile_reason}", segment_chunks, sm_count)
 
 
 def _refusal(sequences: int, dtype: str, device: str, capability: tuple[int, int] | None, missing: str) -> str:
@@ -133,14 +125,6 @@ def _refusal(sequences: int, dtype: str, device: str, capability: tuple[int, int
     if sequences > MOST_SEQUENCES:
         return f"{sequences} sequences, the kernels take {MOST_SEQUENCES} in a call"
     return missing
-
-
-def _heads_per_inverse(chunks: int, hk: int, hv: int, sm_count: int) -> int:
-    """As many heads of a group as leave enough CTAs, else two, which take no longer than one."""
-    group = hv // hk
-    divisors = [n for n in range(group, 0, -1) if group % n == 0]
-    enough = (n for n in divisors if chunks * hv // n >= INVERSE_CTAS * sm_count)
-    return next(enough, 2 if group % 2 == 0 else 1)
 
 
 def _choose_v_tile(chunks: list[int], hv: int, sm_count: int, costs: Costs) -> tuple[Literal[64, 128], float, str]:

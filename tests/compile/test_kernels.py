@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from flashqla import device
-from flashqla.ops.plan import INVERSE_CTAS
 
 pytestmark = pytest.mark.skipif(
     device.nvcc() is None, reason="no CUDA compiler: neither nvcc on PATH nor the wheel nvidia-cuda-nvcc (extra nvcc)"
@@ -140,9 +139,10 @@ def test_forward(arguments: tuple[int, str, str, bool]) -> None:
 def test_inverse(arguments: tuple[str | bool, ...]) -> None:
     built = build("inverse", *arguments)
     assert_nothing_was_given_up(built)
-    assert_fits(built, INVERSE_CTAS)
-    assert_inverse_instructions(built)
-    assert_inverse_stores_and_publishes(built)
+    assert_fits(built, 1)
+    warps = import_module("flashqla.ops.kernels.inverse").WARPS
+    assert_inverse_instructions(built, warps, l2norm=bool(arguments[3]))
+    assert_inverse_stores_and_publishes(built, warps)
 
 
 @pytest.mark.parametrize("arguments", SUMMARY.values(), ids=SUMMARY)
@@ -295,33 +295,35 @@ def assert_forward_stores_and_publishes(built: Built, groups: int, output_h: boo
     assert re.search(whole + ".*else.*" + last, store)
 
 
-def assert_inverse_instructions(built: Built) -> None:
+def assert_inverse_instructions(built: Built, warps: int, l2norm: bool) -> None:
     found = built.opcodes
     assert found["HGMMA"] == 8  # K K^T in steps of 16
-    # A head stands in the code twice: for one warp, and dealt out to two. Products of 16x16 blocks take 4: block (i, c)
-    # has i - c of them, and one with a block on the diagonal, of which a quarter is 0. Such a block itself takes 2.
+    # Products of 16x16 blocks take 4: block (i, c) has i - c of them, and one with a block on the diagonal, of which a
+    # quarter is 0. Such a block itself takes 2.
     below = [(i, c) for i in range(4) for c in range(i)]
-    assert found["HMMA"] == 2 * (sum(4 * (i - c) + 3 for i, c in below) + 4 * 2)
-    assert found["STSM"] == 2 * 16  # blocks of A
-    assert found["UTMALDG"] == 2  # halves of k
-    assert found["CCTL"] >= 1  # the keys of the chunk to come
-    assert found["UTMASTG"] == 4  # A, by each warp
-    # The first task is there; rows are zeroed; the product may take the place of the keys; factors of more heads may
-    # take that of others; product and factors are there; keys may take the place of the product.
-    assert built.source.count("__syncthreads()") == 1 + 6  # and barriers are initialised
+    assert found["HMMA"] == sum(4 * (i - c) + 3 for i, c in below) + 4 * 2
+    assert found["STSM"] == 16  # blocks of A
+    assert found["UTMALDG"] == 2 * 2  # halves of k, of the first turns and of later ones
+    assert found["UTMASTG"] == warps  # A, by each warp
+    assert built.source.count("prefetch_rows<") == 2 * l2norm  # queries of those turns
+    assert built.source.count("__syncthreads()") == 1
+    assert built.source.count("__sync_thread_partial(8, 128)") == 2  # rows are zeroed; the keys have been read
 
 
-def assert_inverse_stores_and_publishes(built: Built) -> None:
+def assert_inverse_stores_and_publishes(built: Built, warps: int) -> None:
     guard = r"[ }]*(?: if \([^;{]*\) \{)* "  # TileLang repeats a condition around each statement under it
     fence = rf"[^;]*;{guard}tl::fence_proxy_async\(\);{guard}"
-    assert re.search(r"zero_rows\([^;]*k_smem" + fence + r"__syncthreads\(\);", built.source)
-    blank = in_order("zero_pieces((&(o[", "zero_pieces((&(A[", "cumulative[")
-    free = in_order("tl::tma_store_wait<0, true>(); __syncthreads();")
-    last = in_order("store_rows<") + fence + r"__syncthreads\(\);" + in_order("", "tl::tma_store_wait<0, false>();")
-    inverse = r"gated_inverse<\w+>\(" + fence + r"flashqla::join_head\("
-    assert re.search(".*".join((blank, free, inverse, r"else", last)), built.source)
+    sync = r"tl::__sync_thread_partial\(8, 128\);"
+    assert re.search(r"zero_rows\([^;]*k_smem" + fence + sync, built.source)
+    # A product is stored when it is free to be, and its keys are replaced when all have read them.
+    stored = in_order("product_free[", "wait(", "tl::wait_wgmma<0>();", "store_product(") + r"[^;]*; product_ready[^;]*arrive\(\); "
+    assert re.search(stored + r"tl::fence_proxy_async\(\); " + sync + in_order("", "take_job("), built.source)
+    free = in_order("product_ready[", "wait(", "tl::tma_store_wait<0, true>();", "__syncwarp();")
+    inverse = rf"gated_inverse<\w+>\([^;]*;{guard}product_free[^;]*arrive\(\);{guard}tl::fence_proxy_async\(\);{guard}__syncwarp\(\);"
+    sent = in_order("tl::tma_store(", "else", "store_rows<", "zero_pieces<16>((&(o[", "zero_pieces<8>((&(A[", "cumulative[", "tl::tma_store_wait<0, false>();")
+    assert re.search(".*".join((free, inverse, sent)), built.source)
     # One thread of each warp, not one of all.
-    assert re.findall(r"elect<(\d+)>\(\)\) \{ tl::tma_store\(", built.source) == ["32"] * 4
+    assert re.findall(r"elect<(\d+)>\(\)\) \{ tl::fence_proxy_async\(\); tl::tma_store\(", built.source) == ["32"] * warps
 
 
 def split_roles(built: Built) -> tuple[list[int], list[str]]:

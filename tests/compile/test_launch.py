@@ -67,7 +67,7 @@ def run(
     g = beta if gated else None
     options = (None, state, output_final_state, l2norm, offsets, state_v_first, True, None)
     problem = checks.problem(q, k, v, g, beta, *options, output_h=output_h)
-    chosen = plan.make(hk=hk, hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype])
+    chosen = plan.make(hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype])
     launch.forward(problem, chosen, output_g=output_h)
 
 
@@ -89,7 +89,7 @@ def run_backward(
     q, k, v, beta, offsets, state = drawn(hk, hv, lengths, dtype, gate_dtype, state_dtype, offset_dtype)
     options = (None, state, dht, l2norm, offsets, state_v_first, True, None)
     problem = checks.problem(q, k, v, beta if gated else None, beta, *options)
-    chosen = plan.make(hk=hk, hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype], direction="backward")
+    chosen = plan.make(hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype], direction="backward")
     rows = v.shape[:3]
     given = (torch.empty(rows), torch.empty(*rows, 64, dtype=dtype)) if saved else None
     do = torch.ones((), dtype=dtype).expand(v.shape)

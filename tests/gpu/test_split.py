@@ -56,7 +56,7 @@ def run(
         None,
         output_h=output_h,
     )
-    chosen = plan.make(hk=problem.hk, hv=problem.hv, seqlens=problem.seqlens)
+    chosen = plan.make(hv=problem.hv, seqlens=problem.seqlens)
     return launch.forward(problem, replace(chosen, segment_chunks=segment_chunks, v_tile=v_tile))
 
 

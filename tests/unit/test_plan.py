@@ -19,29 +19,27 @@ from flashqla.ops import plan
     ],
 )
 def test_pytorch_serves_what_the_kernels_cannot(facts, reason):
-    chosen = plan.make(**{"hk": 2, "hv": 8, "seqlens": (4096,)} | facts)
+    chosen = plan.make(**{"hv": 8, "seqlens": (4096,)} | facts)
     assert (chosen.implementation, chosen.kernels) == ("torch", ())
     assert chosen.why.startswith(reason)
 
 
 @pytest.mark.parametrize(
-    ("hk", "hv", "seqlens", "v_tile", "heads_per_inverse"),
+    ("hv", "seqlens", "v_tile"),
     [
-        pytest.param(2, 8, (32768,), 64, 4, id="8 CTAs leave SMs idle"),
-        pytest.param(2, 8, (2048,), 64, 2, id="too few chunks to share K K^T by four"),
-        pytest.param(16, 64, (16384, 16384), 128, 4, id="128 CTAs fill the SMs once"),
-        pytest.param(16, 48, (8192,) * 4, 64, 3, id="192 whole heads take two waves, 384 halves three"),
-        pytest.param(16, 64, (28672, 4096), 64, 4, id="one long sequence decides"),
-        pytest.param(16, 16, (32768,), 64, 1, id="groups of one head"),
-        pytest.param(2, 8, (0, 0), 128, 2, id="nothing to do"),
+        pytest.param(8, (32768,), 64, id="8 CTAs leave SMs idle"),
+        pytest.param(64, (16384, 16384), 128, id="128 CTAs fill the SMs once"),
+        pytest.param(48, (8192,) * 4, 64, id="192 whole heads take two waves, 384 halves three"),
+        pytest.param(64, (28672, 4096), 64, id="one long sequence decides"),
+        pytest.param(8, (0, 0), 128, id="nothing to do"),
     ],
 )
-def test_tiles_of_whole_sequences(hk, hv, seqlens, v_tile, heads_per_inverse):
-    chosen = plan.make(hk=hk, hv=hv, seqlens=seqlens, auto_cp=False)
+def test_tiles_of_whole_sequences(hv, seqlens, v_tile):
+    chosen = plan.make(hv=hv, seqlens=seqlens, auto_cp=False)
     assert (chosen.segment_chunks, chosen.kernels) == (0, plan.KERNELS["forward"])
     assert "auto_cp is off" in chosen.why
     assert chosen.implementation == "tilelang"
-    assert (chosen.v_tile, chosen.heads_per_inverse) == (v_tile, heads_per_inverse)
+    assert chosen.v_tile == v_tile
     assert f"v_tile={v_tile}" in chosen.why
 
 
@@ -58,7 +56,7 @@ def test_tiles_of_whole_sequences(hk, hv, seqlens, v_tile, heads_per_inverse):
     ],
 )
 def test_splits(hv, seqlens, splits):
-    chosen = plan.make(hk=2, hv=hv, seqlens=seqlens)
+    chosen = plan.make(hv=hv, seqlens=seqlens)
     assert chosen.kernels == (plan.SPLIT_KERNELS if splits else plan.KERNELS)["forward"]
     assert bool(chosen.segment_chunks) == splits
     if splits:
@@ -69,8 +67,8 @@ def test_splits(hv, seqlens, splits):
 def test_a_split_promises_a_gain_even_if_no_head_forgets():
     for hv in (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64):
         for tokens in (300, 1000, 2048, 5000, 8192, 20000, 65536, 131072):
-            whole = plan.make(hk=1, hv=hv, seqlens=(tokens,), auto_cp=False)
-            split = plan.make(hk=1, hv=hv, seqlens=(tokens,))
+            whole = plan.make(hv=hv, seqlens=(tokens,), auto_cp=False)
+            split = plan.make(hv=hv, seqlens=(tokens,))
             if not split.segment_chunks:
                 assert split.v_tile == whole.v_tile
                 continue
@@ -90,8 +88,8 @@ def test_segments(chunks, size, segments):
 
 
 def test_unknown_lengths_are_taken_as_equal():
-    known = plan.make(hk=16, hv=48, seqlens=(8192,) * 4)
-    assert plan.make(hk=16, hv=48, seqlens=None, sequences=4, tokens=32768) == known
+    known = plan.make(hv=48, seqlens=(8192,) * 4)
+    assert plan.make(hv=48, seqlens=None, sequences=4, tokens=32768) == known
 
 
 @pytest.mark.parametrize("seqlens", [(), (0,), (0, 0), None])
@@ -119,7 +117,7 @@ def test_critical_path(chunks, ctas, sms, critical):
 
 
 def test_plan_needs_no_torch():
-    code = "import sys, flashqla.ops.plan as p; p.make(hk=2, hv=8, seqlens=(64,)); sys.exit('torch' in sys.modules)"
+    code = "import sys, flashqla.ops.plan as p; p.make(hv=8, seqlens=(64,)); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -132,6 +130,6 @@ def test_plan_needs_no_torch():
     ],
 )
 def test_backward_has_a_plan_of_its_own(hv, seqlens, splits):
-    chosen = plan.make(hk=2, hv=hv, seqlens=seqlens, direction="backward")
+    chosen = plan.make(hv=hv, seqlens=seqlens, direction="backward")
     assert chosen.kernels == (plan.SPLIT_KERNELS if splits else plan.KERNELS)["backward"]
     assert bool(chosen.segment_chunks) == splits

@@ -17,37 +17,43 @@ static_assert(kDiagonals >= 32 * kTileRow && kDiagonals + 2 * kDiagonal >= 48 * 
 __device__ __forceinline__ float operand(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000u); }
 __device__ __forceinline__ float minus_operand(float x) { return __uint_as_float(__float_as_uint(x) + 0x80001000u); }
 
-// Work is dealt out to CTAs in turns; an item is a slot and a block of heads.
+// Work is dealt out to CTAs in turns; an item is a slot and a key head, and has a job for each value head of its group.
 __device__ __forceinline__ int turns(int items) { return (items - 1 - int(blockIdx.x)) / int(gridDim.x) + 1; }
 
-// The task of this CTA at a turn, by one warp: first token and tokens, at most 64, of the chunk in a slot, none in a slot that no chunk has; the slot;
-// value head and key head; and the first of the rows that belong to the slot because they are past the last sequence, `tokens` if there are none.
-__device__ __forceinline__ void take_chunk(int turn, int blocks, int heads, int group, const int* offsets, int step, int sequences, int tokens, int* task) {
-  const int item = turn * int(gridDim.x) + int(blockIdx.x), slot = unsigned(item) / unsigned(blocks), head = (item - slot * blocks) * heads;
+// A job of this CTA, by one warp: first token and tokens, at most 64, of the chunk in a slot, none in a slot that no chunk has; the slot; value head
+// and key head; the first of the rows that belong to the slot because they are past the last sequence, `tokens` if there are none; and the turn.
+__device__ __forceinline__ void take_job(int job, int key_heads, int group, const int* offsets, int step, int sequences, int tokens, int* task) {
+  const int turn = unsigned(job) / unsigned(group), item = turn * int(gridDim.x) + int(blockIdx.x);
+  const int slot = unsigned(item) / unsigned(key_heads), key_head = item - slot * key_heads;
   const int n = owner(offsets, step, sequences, 64, slot);
   const int bos = max(min(offsets[n * step], tokens), 0), eos = max(min(offsets[(n + 1) * step], tokens), bos);
   const int first = max(bos + (slot - bos / 64 - n) * 64, 0);
   const int end = max(min(offsets[sequences * step], tokens), 0), blank = end + (slot - end / 64 - sequences) * 64;
   if ((threadIdx.x & 31) == 0) {
-    *reinterpret_cast<int4*>(task) = make_int4(first, max(min(eos - first, 64), 0), slot, head);
-    *reinterpret_cast<int2*>(task + 4) = make_int2(unsigned(head) / unsigned(group), blank < end ? tokens : blank);
+    reinterpret_cast<int4*>(task)[0] = make_int4(first, max(min(eos - first, 64), 0), slot, key_head * group + job - turn * group);
+    reinterpret_cast<int4*>(task)[1] = make_int4(key_head, blank < end ? tokens : blank, turn, 0);
   }
+  __syncwarp();
 }
 __device__ __forceinline__ void recall(const int* from, int* task) {
-  const int4 a = *reinterpret_cast<const int4*>(from);
-  const int2 b = *reinterpret_cast<const int2*>(from + 4);
-  const int all[6] = {a.x, a.y, a.z, a.w, b.x, b.y};
+  const int4 a = reinterpret_cast<const int4*>(from)[0], b = reinterpret_cast<const int4*>(from)[1];
+  const int all[7] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z};
 #pragma unroll
-  for (int i = 0; i < 6; ++i) task[i] = all[i];
+  for (int i = 0; i < 7; ++i) task[i] = all[i];
 }
 
-// Zeroes the first pieces of 16 bytes of some rows, which start `stride` pieces apart.
-__device__ __forceinline__ void zero_pieces(void* out, long long stride, int pieces, int rows) {
+// Zeroes the first pieces of 16 bytes of some rows, which start `stride` pieces apart, by one warp.
+template <int kPieces> __device__ __forceinline__ void zero_pieces(void* out, long long stride, int rows) {
 #pragma unroll 1
-  for (int at = threadIdx.x; at < rows * pieces; at += 128) static_cast<uint4*>(out)[at / pieces * stride + at % pieces] = make_uint4(0, 0, 0, 0);
+  for (int at = threadIdx.x & 31; at < rows * kPieces; at += 32) static_cast<uint4*>(out)[at / kPieces * stride + at % kPieces] = make_uint4(0, 0, 0, 0);
 }
 
-__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+// 64 rows of 256 bytes on their way to L2, by one warp; those before `rows`.
+template <typename Element> __device__ __forceinline__ void prefetch_rows(const Element* at, long long stride, int rows) {
+#pragma unroll
+  for (int line = threadIdx.x & 31; line < 128; line += 32)
+    if (line / 2 < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + line / 2 * stride + line % 2 * 64));
+}
 
 template <typename Element> __device__ __forceinline__ float squares(uint4 raw) {
   const Element* values = reinterpret_cast<const Element*>(&raw);
@@ -196,9 +202,10 @@ __device__ __forceinline__ void gate_diagonal(float* m, const float* product, co
   }
 }
 
-// (I + M)^-1 of the 8x8 blocks on the diagonal, of two diagonal blocks at once, in place: by substitution in fp32, a column a lane, as powers of M
+// (I + M)^-1 of the 8x8 blocks on the diagonal, in place: by substitution in fp32, a column a lane, as powers of M
 // would cancel badly where keys are alike. By rows before, by columns after.
-template <int kPairs> __device__ __forceinline__ void substitute(float* diagonal) {
+__device__ __forceinline__ void substitute(float* diagonal) {
+  constexpr int kPairs = 2;  // a lane has a column of two diagonal blocks, the other half of the warp of two more
   const int lane = threadIdx.x & 31, n = lane & 7;
   float* own = diagonal + (lane >> 4) * kDiagonal + ((lane >> 3) & 1) * kSmall;
   float x[kPairs][8];
@@ -240,24 +247,24 @@ __device__ __forceinline__ float2 invert_below(float* diagonal, const float* m21
   return make_float2(y[0], y[1]);
 }
 
-// Blocks kFrom..kTo-1 of (I + M)^-1 on the diagonal. What goes to shared memory goes there at once: the compiler moves no load over it.
-template <int kFrom, int kTo> __device__ __forceinline__ void invert_diagonal(const float* product, const float* vectors, float* diagonals) {
+// The diagonal blocks of (I + M)^-1. What goes to shared memory goes there at once: the compiler moves no load over it.
+__device__ __forceinline__ void invert_diagonal(const float* product, const float* vectors, float* diagonals) {
   const int lane = threadIdx.x & 31;
   float m[4][8];
 #pragma unroll
-  for (int d = kFrom; d < kTo; ++d) gate_diagonal(m[d], product, vectors, d);
+  for (int d = 0; d < 4; ++d) gate_diagonal(m[d], product, vectors, d);
 #pragma unroll
-  for (int d = kFrom; d < kTo; ++d)
+  for (int d = 0; d < 4; ++d)
 #pragma unroll
     for (int n = 0; n < 2; ++n) *reinterpret_cast<float2*>(diagonals + d * kDiagonal + n * kSmall + 2 * lane) = make_float2(m[d][6 * n], m[d][6 * n + 1]);
   __syncwarp();
-  substitute<(kTo - kFrom) / 2>(diagonals + kFrom * kDiagonal);
+  substitute(diagonals);
   __syncwarp();
   float2 x21[4];
 #pragma unroll
-  for (int d = kFrom; d < kTo; ++d) x21[d] = invert_below(diagonals + d * kDiagonal, m[d] + 2);
+  for (int d = 0; d < 4; ++d) x21[d] = invert_below(diagonals + d * kDiagonal, m[d] + 2);
 #pragma unroll
-  for (int d = kFrom; d < kTo; ++d) *columns_of(diagonals + d * kDiagonal + kBelow) = x21[d];
+  for (int d = 0; d < 4; ++d) *columns_of(diagonals + d * kDiagonal + kBelow) = x21[d];
 }
 // A block on the diagonal of the inverse, with its columns scaled, by columns.
 __device__ __forceinline__ void load_inverse_columns(float* x, float* diagonal, const float* scale) {
@@ -296,18 +303,6 @@ __device__ __forceinline__ void gated_rows(float* m, const float* product, const
   }
 }
 
-// Of four warps with `heads` heads to invert, two neighbours take a head where there are two heads or one, else one. More would not be faster,
-// as block column 0 alone is half of the work.
-__device__ __forceinline__ bool in_pairs(int heads) { return heads <= 2; }
-__device__ __forceinline__ int head_of_warp(int heads) { return in_pairs(heads) ? warp_of_group() >> 1 : warp_of_group(); }
-__device__ __forceinline__ bool first_of_head(int heads) { return !in_pairs(heads) || (warp_of_group() & 1) == 0; }
-// Waits for the warps of this head.
-__device__ __forceinline__ void join_head(int heads) {
-  if (!in_pairs(heads)) __syncwarp();
-  else if (warp_of_group() < 2) asm volatile("bar.sync 1, 64;" ::: "memory");
-  else asm volatile("bar.sync 2, 64;" ::: "memory");
-}
-
 // A block by columns to block (i, c) of a swizzled tile.
 template <typename Element> __device__ __forceinline__ void store_block(const float* x, void* tile, int i, int c) {
   unsigned p[4];
@@ -321,64 +316,45 @@ template <typename Element> __device__ __forceinline__ void store_block(const fl
                "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]) : "memory");
 }
 
-// Block columns kFrom..kTo-1 of the inverse to its tile, X[i] = -X[i,i] * sum over k < i of M[i,k] X[k], zeros above the diagonal. With has_beta the
-// blocks on the diagonal are scaled with beta of their columns, and with them all below. Row by row, so that each block of M is made once, and the
-// sums of a row do not wait for each other.
-template <typename Element, int kFrom, int kTo>
-__device__ __forceinline__ void invert_columns(const float* product, const float* vectors, float* tile, int heads, int has_beta) {
+// (I + M)^-1 to its tile, X[i] = -X[i,i] * sum over k < i of M[i,k] X[k], zeros above the diagonal, by one warp. With has_beta the blocks on the
+// diagonal are scaled with beta of their columns, and with them all below. Row by row, so that each block of M is made once, and the sums of a
+// row do not wait for each other.
+template <typename Element> __device__ __forceinline__ void gated_inverse(const float* product, const float* vectors, void* tile, int has_beta) {
   const int g = (threadIdx.x & 31) >> 2;
-  float* diagonals = tile + kDiagonals;
+  float* diagonals = static_cast<float*>(tile) + kDiagonals;
+  invert_diagonal(product, vectors, diagonals);
   float x[4][4][8];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float row[4][8] = {}, sum[4][8] = {};
 #pragma unroll
-    for (int k = kFrom; k < i; ++k) {
+    for (int k = 0; k < i; ++k) {
       float m[8];
       gated_rows(m, product, vectors, i, k);
 #pragma unroll
-      for (int c = kFrom; c < kTo && c <= k; ++c) multiply<false>(sum[c], m, x[k][c]);
+      for (int c = 0; c <= k; ++c) multiply<false>(sum[c], m, x[k][c]);
     }
-    if (i > kFrom) {
+    if (i > 0) {
       float inverse[8];
       load_inverse_rows(inverse, diagonals + i * kDiagonal);
 #pragma unroll
-      for (int c = kFrom; c < kTo && c < i; ++c) {
+      for (int c = 0; c < i; ++c) {
 #pragma unroll
         for (int e = 0; e < 8; ++e) sum[c][e] = minus_operand(sum[c][e]);
         multiply<true>(row[c], inverse, sum[c]);
       }
     }
-    if (i >= kFrom && i < kTo) {
-      const float* beta = vectors + kBeta + 16 * i + g;
-      const float scale[2] = {has_beta ? beta[0] : 1.f, has_beta ? beta[8] : 1.f};
-      load_inverse_columns(row[i], diagonals + i * kDiagonal, scale);
-    }
-    // All of the head have come this far: they may read more of the diagonal, and the tile may take the place of what they have read.
-    join_head(heads);
+    const float* beta = vectors + kBeta + 16 * i + g;
+    const float scale[2] = {has_beta ? beta[0] : 1.f, has_beta ? beta[8] : 1.f};
+    load_inverse_columns(row[i], diagonals + i * kDiagonal, scale);
+    __syncwarp();  // all lanes have come this far: the tile may take the place of what they have read
 #pragma unroll
-    for (int c = kFrom; c < kTo; ++c) {
+    for (int c = 0; c < 4; ++c) {
       store_block<Element>(row[c], tile, i, c);
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[i][c][e] = operand(row[c][e]);
     }
   }
-}
-
-// What a warp does of a head: diagonal blocks and block columns, each from one up to another.
-template <typename Element, int kFirstBlock, int kLastBlock, int kFrom, int kTo>
-__device__ __forceinline__ void invert_part(const float* product, const float* vectors, float* tile, int heads, int has_beta) {
-  invert_diagonal<kFirstBlock, kLastBlock>(product, vectors, tile + kDiagonals);
-  invert_columns<Element, kFrom, kTo>(product, vectors, tile, heads, has_beta);
-}
-
-// (I + M)^-1, with has_beta times diag(beta), of the head of this warp, one of `heads`.
-template <typename Element>
-__device__ __forceinline__ void gated_inverse(const float* product, const float* vectors, void* tile, int heads, int has_beta) {
-  float* floats = static_cast<float*>(tile);
-  if (!in_pairs(heads)) invert_part<Element, 0, 4, 0, 4>(product, vectors, floats, heads, has_beta);
-  else if (first_of_head(heads)) invert_part<Element, 0, 2, 0, 1>(product, vectors, floats, heads, has_beta);
-  else invert_part<Element, 2, 4, 1, 4>(product, vectors, floats, heads, has_beta);
 }
 
 // The first rows of a tile of 64 columns to global memory, by one warp.

@@ -71,7 +71,7 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
     def invert(A: Tensor, has_beta: bool) -> None:
         inverse(
             q, k, beta if g is None else g, beta, offsets, A, records, cumulative, o, p.scale, sequences, step, hv // p.hk,
-            plan.heads_per_inverse, hv // plan.heads_per_inverse, plan.inverse_ctas, int(g is not None), int(output_g), int(has_beta),
+            plan.inverse_ctas, int(g is not None), int(output_g), int(has_beta),
         )
 
     without_beta = torch.empty_like(A) if output_g else A

@@ -62,7 +62,7 @@ def backward(
         g = beta if p.g is None else p.g.flatten(0, 1)
         launch._kernel("inverse", dtype, DTYPES[g.dtype], DTYPES[beta.dtype], p.l2norm, True)(
             q, k, g, beta, offsets, A, records, records.new_empty((1, hv)), dv, p.scale, sequences, step, group,
-            plan.heads_per_inverse, hv // plan.heads_per_inverse, plan.inverse_ctas, int(p.g is not None), 0, 0,
+            plan.inverse_ctas, int(p.g is not None), 0, 0,
         )
     else:
         cumulative, A = saved[0].flatten(0, 1), saved[1].flatten(0, 1).contiguous()
