@@ -28,10 +28,15 @@ __device__ __forceinline__ void take_job(int job, int key_heads, int group, cons
   const int n = owner(offsets, step, sequences, 64, slot);
   const int bos = max(min(offsets[n * step], tokens), 0), eos = max(min(offsets[(n + 1) * step], tokens), bos);
   const int first = max(bos + (slot - bos / 64 - n) * 64, 0);
-  const int end = max(min(offsets[sequences * step], tokens), 0), blank = end + (slot - end / 64 - sequences) * 64;
+  const int rows = max(min(eos - first, 64), 0);
+  int blank = tokens;
+  if (rows == 0) {
+    const int end = max(min(offsets[sequences * step], tokens), 0), row = end + (slot - end / 64 - sequences) * 64;
+    if (row >= end) blank = row;
+  }
   if ((threadIdx.x & 31) == 0) {
-    reinterpret_cast<int4*>(task)[0] = make_int4(first, max(min(eos - first, 64), 0), slot, key_head * group + job - turn * group);
-    reinterpret_cast<int4*>(task)[1] = make_int4(key_head, blank < end ? tokens : blank, turn, 0);
+    reinterpret_cast<int4*>(task)[0] = make_int4(first, rows, slot, key_head * group + job - turn * group);
+    reinterpret_cast<int4*>(task)[1] = make_int4(key_head, blank, turn, 0);
   }
   __syncwarp();
 }
@@ -357,6 +362,17 @@ template <typename Element> __device__ __forceinline__ void gated_inverse(const 
   }
 }
 
+// A whole tile to global memory, by one thread of a warp. TileLang's copy knows threads by constants only: it would take one piece of code for each warp.
+template <typename Map> __device__ __forceinline__ void send_tile(const Map& map, const void* tile, int token, int head) {
+  const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+  unsigned chosen;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
+  if (chosen) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
+                 ::"l"(&map), "r"(0), "r"(token), "r"(head), "r"(from) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+}
 // The first rows of a tile of 64 columns to global memory, by one warp.
 template <typename Element> __device__ __forceinline__ void store_rows(const void* tile, Element* out, long long stride, int rows) {
   const int piece = threadIdx.x & 7;
