@@ -45,6 +45,7 @@ PRODUCT_END = WARP_GROUP
 THREADS = PRODUCT_END + WARPS * WARP
 KEYS, PRODUCTS = 3, 6  # stages; what shared memory has left for them
 BLOCKS = 10 * 16 * 16  # floats of the lower triangle of a product
+PIECE = 8  # elements of A and o in 16 bytes
 VECTORS = 324  # floats of one head's per-token factors, kVectors in inverse.cuh
 FIRST, ROWS, SLOT, HEAD, K_HEAD, BLANK, TURN = range(7)  # of a job, as take_job writes it
 JOB = 8  # its integers, and one more for alignment
@@ -147,8 +148,8 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
         row = job[BLANK]
         if row < x.tokens:
             rows: T.int32 = T.min(x.tokens - row, CHUNK)
-            T.call_extern("handle", "flashqla::zero_pieces<16>", T.address_of(o[row, job[HEAD], 0]), hv * 16, rows)
-            T.call_extern("handle", "flashqla::zero_pieces<8>", T.address_of(A[row, job[HEAD], 0]), hv * 8, rows)
+            T.call_extern("handle", f"flashqla::zero_pieces<{HEAD_DIM // PIECE}>", T.address_of(o[row, job[HEAD], 0]), hv * (HEAD_DIM // PIECE), rows)
+            T.call_extern("handle", f"flashqla::zero_pieces<{CHUNK // PIECE}>", T.address_of(A[row, job[HEAD], 0]), hv * (CHUNK // PIECE), rows)
             if x.has_cumulative != 0:
                 for half in T.unroll(2):
                     if half * WARP + x.tx % WARP < rows:
