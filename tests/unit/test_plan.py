@@ -95,7 +95,7 @@ def test_unknown_lengths_are_taken_as_equal():
 @pytest.mark.parametrize("seqlens", [(), (0,), (0, 0), None])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_nothing_to_do_has_a_plan(direction, seqlens):
-    made = plan.make(hk=2, hv=8, seqlens=seqlens, sequences=0, direction=direction)
+    made = plan.make(hv=8, seqlens=seqlens, sequences=0, direction=direction)
     assert made.implementation == "tilelang"
     assert made.segment_chunks == 0
 
