@@ -9,8 +9,9 @@ Grid    a CTA per SM, which takes in turns an item, a chunk and key head; an ite
 Cost    per value head 12 KB of HBM, 900 instructions of a warp for the inverse and 400 for all else; per item 16 KB and one 64x64x128 GEMM
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
 
-    PRODUCT  one warpgroup: keys in by TMA, some turns ahead; K K^T of every item, with l2norm also the norms of keys and queries
-    INVERT   twelve warps, each for itself: job j of the CTA is for warp j % WARPS, whatever item it is of
+    PRODUCT  one warpgroup: K K^T of every item, with l2norm also the norms of keys and queries
+    INVERT   eleven warps, each for itself: job j of the CTA is for warp j % WARPS, whatever item it is of
+    LOAD     one warp: keys in by TMA, some turns ahead. To find an item takes it longer than PRODUCT takes to multiply
 
 The inverse is a long chain of short steps, which only other warps hide. So no warp waits for another but through the ring of products, whose
 stage is free when every job of its item has read it. Where a group is one head, six products keep half of the warps inverting while the others
@@ -40,9 +41,10 @@ from flashqla.ops.kernels.common import (
     cuda,
 )
 
-WARPS = 12  # that invert: with those of PRODUCT they share the registers of an SM, 128 a thread
+WARPS = 11  # that invert: with the other five warps they share the registers of an SM, 128 a thread. One more would leave each 96
 PRODUCT_END = WARP_GROUP
-THREADS = PRODUCT_END + WARPS * WARP
+INVERT_END = PRODUCT_END + WARPS * WARP
+THREADS = INVERT_END + WARP
 KEYS, PRODUCTS = 3, 6  # stages; what shared memory has left for them
 BLOCKS = 10 * 16 * 16  # floats of the lower triangle of a product
 PIECE = 8  # elements of A and o in 16 bytes
@@ -68,40 +70,40 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
     q0, q1, k0, k1, g0, g1, b0, b1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "g0", "g1", "b0", "b1"))
 
     @T.macro
-    def take(x, job, place, task):
+    def take(x, job, places, at, task):
         """What a job of this CTA is, into registers, through a place of this warp in shared memory."""
         T.call_extern(
-            "handle", "flashqla::take_job", job, hk, x.group, T.address_of(x.cu_seqlens[0]), x.offset_step, x.sequences, x.tokens, T.address_of(place),
+            "handle", "flashqla::take_job", job, hk, x.group, T.address_of(x.cu_seqlens[0]), x.offset_step, x.sequences, x.tokens,
+            T.address_of(places[at, 0]),
         )
-        T.call_extern("handle", "flashqla::recall", T.address_of(place), task.data)
+        T.call_extern("handle", "flashqla::recall", T.address_of(places[at, 0]), task.data)
 
     @T.macro
-    def load_keys(x, q, k, turn, item):
-        """The keys of a turn, by one warp."""
-        if turn < x.turns:
-            take(x, turn * x.group, x.items[turn % KEYS, 0], item)
+    def load(x, q, k):
+        item = T.alloc_local((JOB,), "int32")
+        for turn in T.unroll(x.turns, unroll_factor=1):
+            s = turn % KEYS
+            take(x, turn * x.group, x.items, turn % (2 * KEYS), item)
+            if l2norm:
+                T.call_extern("handle", f"flashqla::prefetch_rows<{element}>", T.address_of(q[item[FIRST], item[K_HEAD], 0]), q0, item[ROWS])
+            T.barrier_wait(x.keys_free[s], ((turn // KEYS) & 1) ^ 1)
             if item[ROWS] > 0:
                 for half in T.unroll(2):
                     T.tma_copy(
                         k[item[FIRST]:item[FIRST] + CHUNK, item[K_HEAD], half * TILE:half * TILE + TILE],
-                        x.k_smem[turn % KEYS, half * CHUNK:half * CHUNK + CHUNK, :], barrier=x.keys_ready[turn % KEYS],
+                        x.k_smem[s, half * CHUNK:half * CHUNK + CHUNK, :], barrier=x.keys_ready[s],
                     )
-            T.barrier_arrive(x.keys_ready[turn % KEYS])
-            if l2norm:
-                T.call_extern("handle", f"flashqla::prefetch_rows<{element}>", T.address_of(q[item[FIRST], item[K_HEAD], 0]), q0, item[ROWS])
+            T.barrier_arrive(x.keys_ready[s])
 
     @T.macro
-    def multiply(x, q, k):
+    def multiply(x, q):
         product = T.alloc_fragment((CHUNK, CHUNK), "float32")
         item = T.alloc_local((JOB,), "int32")
-        if x.tx < WARP:
-            for turn in T.unroll(KEYS, unroll_factor=1):
-                load_keys(x, q, k, turn, item)
         for turn in T.unroll(x.turns, unroll_factor=1):
             s = turn % KEYS
             p = turn % PRODUCTS
             T.barrier_wait(x.keys_ready[s], (turn // KEYS) & 1)
-            T.call_extern("handle", "flashqla::recall", T.address_of(x.items[s, 0]), item.data)
+            T.call_extern("handle", "flashqla::recall", T.address_of(x.items[turn % (2 * KEYS), 0]), item.data)
             # The product under no condition: ptxas takes one that rests on an item for one that may divide a warp, and puts products in series.
             if item[ROWS] < CHUNK:  # rows of another sequence, or of nobody: anything may stand there
                 if x.tx < 2 * WARP:
@@ -119,12 +121,10 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
                     "handle", f"flashqla::inverse_norms<{element}>", T.address_of(q[item[FIRST], item[K_HEAD], 0]), q0, T.address_of(x.norms[p, 1, 0]), item[ROWS]
                 )
             T.wait_wgmma(0)
+            T.fence_proxy_async()  # the keys have been read, and rows of them written: a copy may overtake neither
+            T.barrier_arrive(x.keys_free[s])
             T.call_extern("handle", "flashqla::store_product", product.data, T.address_of(x.products[p, 0]))
             T.barrier_arrive(x.product_ready[turn % WARPS])
-            T.fence_proxy_async()  # the keys have been read, and rows of them written: a copy may overtake neither
-            T.sync_threads(8, WARP_GROUP)
-            if x.tx < WARP:
-                load_keys(x, q, k, turn + KEYS, item)
 
     @T.macro
     def load_gates(x, gates, betas, job):
@@ -174,19 +174,19 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
         jobs = T.alloc_var("int32")  # of this warp
         jobs = T.truncdiv(x.turns * x.group - x.warp + WARPS - 1, WARPS)
         if jobs > 0:
-            take(x, x.warp, x.jobs[x.warp, 0, 0], job)
+            take(x, x.warp, x.jobs, 2 * x.warp, job)
             load_gates(x, gates, betas, job)
         for n in T.unroll(jobs, unroll_factor=1):
-            T.call_extern("handle", "flashqla::recall", T.address_of(x.jobs[x.warp, n & 1, 0]), job.data)
+            T.call_extern("handle", "flashqla::recall", T.address_of(x.jobs[2 * x.warp + (n & 1), 0]), job.data)
             if l2norm:
                 wait_for_product(x, job)
             if job[ROWS] > 0:
                 prepare(x, gates, betas, job, T.truncmod(job[TURN], PRODUCTS))
             if n + 1 < jobs:  # what the next job needs comes while this one is inverted
-                take(x, (n + 1) * WARPS + x.warp, x.jobs[x.warp, (n + 1) & 1, 0], job)
+                take(x, (n + 1) * WARPS + x.warp, x.jobs, 2 * x.warp + ((n + 1) & 1), job)
                 load_gates(x, gates, betas, job)
             T.sync_warp()  # the factors are there
-            T.call_extern("handle", "flashqla::recall", T.address_of(x.jobs[x.warp, n & 1, 0]), job.data)  # again, or it would wait for that in registers
+            T.call_extern("handle", "flashqla::recall", T.address_of(x.jobs[2 * x.warp + (n & 1), 0]), job.data)  # again, or it would wait for that in registers
             p: T.int32 = T.truncmod(job[TURN], PRODUCTS)
             if not l2norm:
                 wait_for_product(x, job)
@@ -240,9 +240,10 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
             products = T.alloc_shared((PRODUCTS, BLOCKS), "float32")
             norms = T.alloc_shared((PRODUCTS, 2, CHUNK), "float32")  # inverse norms of keys, of queries
             vectors = T.alloc_shared((WARPS, VECTORS), "float32")
-            items = T.alloc_shared((KEYS, JOB), "int32")
-            job_smem = T.alloc_shared((WARPS, 2, JOB), "int32")  # this one and the next
-            keys_ready = T.alloc_barrier([WARP] * KEYS)  # TMA, first warp of PRODUCT -> PRODUCT
+            items = T.alloc_shared((2 * KEYS, JOB), "int32")  # an item is looked up while the keys of the one KEYS before it still stand there
+            job_smem = T.alloc_shared((2 * WARPS, JOB), "int32")  # of a warp, this one and the next
+            keys_ready = T.alloc_barrier([WARP] * KEYS)  # TMA, LOAD -> PRODUCT
+            keys_free = T.alloc_barrier([WARP_GROUP] * KEYS)  # PRODUCT -> LOAD
             # More than there are stages: from one job of a warp to the next there may be WARPS products, and a barrier that had come round
             # between them would have the parity of the next before it is there.
             product_ready = T.alloc_barrier([WARP_GROUP] * WARPS)  # PRODUCT -> INVERT
@@ -258,11 +259,13 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
                 g=g, beta=beta, records=records, cumulative=cumulative, cu_seqlens=cu_seqlens, offset_step=offset_step, sequences=sequences,
                 tokens=tokens, group=group, scale=scale, has_gate=has_gate, has_cumulative=has_cumulative, has_beta=has_beta,
                 a_smem=a_smem, k_smem=k_smem, products=products, norms=norms, vectors=vectors, items=items, jobs=job_smem,
-                keys_ready=keys_ready, product_ready=product_ready, product_free=product_free, tx=tx, warp=(tx - PRODUCT_END) // WARP, turns=turns,
+                keys_ready=keys_ready, keys_free=keys_free, product_ready=product_ready, product_free=product_free, tx=tx, warp=(tx - PRODUCT_END) // WARP, turns=turns,
             )
             if tx < PRODUCT_END:
-                multiply(x, q, k)
-            else:
+                multiply(x, q)
+            elif tx < INVERT_END:
                 invert(x, A, o)
+            else:
+                load(x, q, k)
 
     return gated_inverse
