@@ -22,6 +22,7 @@ TORCH_FREE = [
     "compare",
     "device",
     "errors",
+    "junit",
     "ops.plan",
     "plots",
     "records",
