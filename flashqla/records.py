@@ -347,8 +347,10 @@ def read(path: Path) -> Run:
         version = content["schema_version"]
     except RecursionError as error:
         raise RecordError("not a result file of flashqla", given=f"{path}: nested too deep") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:  # JSONDecodeError is a ValueError
-        raise RecordError("not a result file of flashqla", given=f"{path}: {error!r}") from error
+    except (KeyError, TypeError, IndexError) as error:
+        raise RecordError("not a result file of flashqla", given=f"{path}: it has no schema_version") from error
+    except ValueError as error:  # JSONDecodeError is one
+        raise RecordError("not a result file of flashqla", given=f"{path}: {error}") from error
     if version != SCHEMA_VERSION:
         raise RecordError(
             f"schema version {version} is not supported",
@@ -397,7 +399,7 @@ def _short(text: str) -> str:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a result file."""
-    return Run.model_json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Run.model_json_schema(mode="serialization")}
 
 
 def _content(text: str) -> dict[str, Any]:
