@@ -18,7 +18,7 @@ SHELL := /bin/bash
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/pip install $(if $(CI),--quiet) --constraint constraints.txt
+INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 comma := ,
 GPU := $(or $(wildcard /proc/driver/nvidia/gpus/*),$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'))
 NVCC := $(or $(shell command -v nvcc),$(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc))
@@ -37,12 +37,13 @@ setup: $(STAMP)
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) torch $(TORCH_ARGS)
-	$(INSTALL) editables hatchling
-	$(INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
-	rm -f $(VENV)/.installed-*
-	touch $@
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and flashqla[$(EXTRAS)] into $(VENV); the first time takes minutes" >&2
+	@$(INSTALL) torch $(TORCH_ARGS)
+	@$(INSTALL) editables hatchling
+	@$(INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
 
 # The commands choose suites and backends for the machine, and say so: kernels and peers on a Hopper GPU, PyTorch elsewhere.
 bench: $(STAMP)

@@ -31,6 +31,7 @@ RESAMPLES = 2000
 MIN_SAMPLES = 5  # fewer say nothing about noise
 NEGLIGIBLE = 1e-3  # share of the allowed error: below it all errors are the same
 MARGIN = 1.5  # of a suggested threshold over the widest spread seen: a few runs do not show the widest there is
+USELESS = 0.10  # a threshold that lets a slow-down of so much pass guards nothing
 COVERED = 0.9  # share of cases that the suggested default is enough for; the others get their own
 
 

@@ -230,7 +230,7 @@ def _points(rows: Sequence[Mapping[str, Record]], name: str, value: Callable[[Re
         number = value(record)
         if number is None or not record.tokens:
             continue
-        if len(record.case["lengths"]) == 1:
+        if len(record.case.lengths) == 1:
             lines.setdefault(record.case_id.replace(record.layout, "", 1), []).append((record.tokens, number))
         else:
             loose.append((record.tokens, number))

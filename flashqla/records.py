@@ -16,11 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TextIO
 
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from flashqla.cases import Case, Direction
 from flashqla.device import Clocks, Environment
-from flashqla.errors import RecordError
+from flashqla.errors import ArgumentError, RecordError
 
 SCHEMA_VERSION: Final = 1
 
@@ -28,7 +28,8 @@ Status = Literal["ok", "missing", "unsupported", "oom", "timeout", "failed", "in
 SETTLED: Final = frozenset({"ok", "missing", "unsupported"})  # running it again would give the same status
 Kind = Literal["bench-fwd", "bench-bwd", "bench-fwd+bwd", "verify-fwd", "verify-bwd"]
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # a time of 0 or less is a broken clock
+Positive = Annotated[float, Field(gt=0)]  # a time of 0 or less is a broken clock
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def _finite(value: Any) -> Any:
@@ -48,7 +49,7 @@ Fields = Annotated[dict[str, Any], BeforeValidator(_as_json)]  # equal to what i
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class TensorErrors(_Model):
@@ -66,7 +67,7 @@ class Timing(_Model):
 
     gpu_ms: Positive | None = None  # median of samples: the op alone, on the device (on the CPU: its wall time)
     gpu_ms_min: Positive | None = None
-    gpu_ms_iqr: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # null under 5 samples
+    gpu_ms_iqr: Annotated[float, Field(ge=0)] | None = None  # null under 5 samples
     samples: list[Positive] = []  # ms, in the order they were taken
     call_ms: Positive | None = None  # median of an eager call, host work included
     l2: Literal["cold", "warm"]
@@ -78,7 +79,7 @@ class Record(_Model):
     """What one backend did on one case, and what made the number."""
 
     case_id: str
-    case: Fields  # of Case
+    case: Case
     model: str
     hk: int
     hv: int
@@ -101,8 +102,8 @@ class Record(_Model):
     compile_s: float | None = None
     clocks: Clocks | None = None  # read right behind the samples, while the device ran this backend's call
     # Device memory that a call allocates at its peak, above its inputs, as PyTorch's allocator counts it.
-    peak_bytes: Annotated[int, Field(ge=0)] | None = None
-    saved_bytes: Annotated[int, Field(ge=0)] | None = None  # that a forward pass left for a backward pass, outputs too
+    peak_bytes: Bytes | None = None
+    saved_bytes: Bytes | None = None  # that a forward pass left for a backward pass, outputs too
     seed: int
     session: AwareDatetime | None = None  # start of the run that measured it, where that was resumed by this one
 
@@ -120,13 +121,8 @@ class Record(_Model):
     ) -> Self:
         """A record of `case`, with the fields that a case determines filled in."""
         return cls(
-            case_id=case.id,
-            case=asdict(case),
-            model=case.model,
-            hk=case.hk,
-            hv=case.hv,
-            layout=case.layout,
-            tokens=case.tokens,
+            **_of(case),
+            case=case,
             backend=backend,
             direction=direction,
             command=command,
@@ -134,6 +130,25 @@ class Record(_Model):
             seed=seed,
             **readings,
         )
+
+    @model_validator(mode="after")
+    def _of_its_case(self) -> Self:
+        for name, right in _of(self.case).items():
+            if getattr(self, name) != right:
+                raise ValueError(f"{name} {getattr(self, name)!r} where the case has {right!r}")
+        return self
+
+
+def _of(case: Case) -> dict[str, Any]:
+    """What a record repeats of its case, for those who read records and know nothing of cases."""
+    return {
+        "case_id": case.id,
+        "model": case.model,
+        "hk": case.hk,
+        "hv": case.hv,
+        "layout": case.layout,
+        "tokens": case.tokens,
+    }
 
 
 class Run(_Model):
@@ -212,7 +227,9 @@ def destination(path: Path) -> Path:
 def write(path: Path, text: str) -> None:
     """Write a file in one step, so that nobody ever sees a part of it. Raises RecordError."""
     with replacing(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_text(
+            text, encoding="utf-8", errors="backslashreplace"
+        )  # half a surrogate pair, as in "\\ud800"
 
 
 @contextmanager
@@ -330,8 +347,10 @@ def read(path: Path) -> Run:
         version = content["schema_version"]
     except RecursionError as error:
         raise RecordError("not a result file of flashqla", given=f"{path}: nested too deep") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:  # JSONDecodeError is a ValueError
-        raise RecordError("not a result file of flashqla", given=f"{path}: {error!r}") from error
+    except (KeyError, TypeError, IndexError) as error:
+        raise RecordError("not a result file of flashqla", given=f"{path}: it has no schema_version") from error
+    except ValueError as error:  # JSONDecodeError is one
+        raise RecordError("not a result file of flashqla", given=f"{path}: {error}") from error
     if version != SCHEMA_VERSION:
         raise RecordError(
             f"schema version {version} is not supported",
@@ -342,9 +361,11 @@ def read(path: Path) -> Run:
     try:
         run = Run.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise RecordError("not a result file of flashqla", given=f"{path}: {where}: {first['msg']}") from error
+        given, supported = _misfit(content, error)
+        do = "read it with the flashqla that wrote it; flashqla schema says what such a file holds"
+        raise RecordError(
+            "not a result file of flashqla", given=f"{path}: {given}", supported=supported, do=do
+        ) from error
     rows = Counter((record.case_id, record.backend) for record in run.records)
     for (case_id, backend), count in rows.items():
         if count > 1:
@@ -352,9 +373,33 @@ def read(path: Path) -> Run:
     return run
 
 
+def _misfit(content: dict[str, Any], error: ValidationError) -> tuple[str, str]:
+    """The first thing in a file that is not as it should be, with its record and field, and what it should be."""
+    first = error.errors()[0]
+    place, where = first["loc"], ""
+    if place[0] == "records" and len(place) > 1:
+        record = content["records"][place[1]]
+        names = [record.get(name) for name in ("case_id", "backend")] if isinstance(record, dict) else []
+        name = " ".join(_short(name) for name in names if isinstance(name, str))
+        where = f"record {int(place[1]) + 1}" + f" ({name})" * bool(name)
+        place = place[2:]
+    where = ", ".join(filter(None, [where, ".".join(_short(str(part)) for part in place)]))
+    problem = first.get("ctx", {}).get("error")
+    if isinstance(problem, ArgumentError):  # of a case that means nothing
+        return f"{where}: {problem.message}, {problem.given}", problem.supported
+    if problem or first["type"] == "missing":
+        return f"{where}: {problem or 'is missing'}", ""
+    return f"{where}: {_short(repr(first['input']))}", first["msg"].removeprefix("Input should be ")
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a result file."""
-    return Run.model_json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Run.model_json_schema(mode="serialization")}
 
 
 def _content(text: str) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Runs -> one page to look at: HTML with plots that needs nothing from the net, or Markdown for a pull request.
+"""Runs -> one page to look at: HTML with plots that needs nothing from the net, Markdown for a pull request, or text.
+
+For CI systems there is JUnit XML.
 
 A page has a section per run; runs are never merged, because times of two runs are no comparison.
 """
@@ -10,11 +12,13 @@ from importlib.resources import files
 from itertools import pairwise
 from statistics import geometric_mean, median
 from typing import NamedTuple
+from xml.etree import ElementTree
 
-from flashqla import plots
+from flashqla import junit as xml
+from flashqla import plots, tables
 from flashqla.plots import HEAT
-from flashqla.records import Record, Run, went_wrong
-from flashqla.tables import Page, Table, bench_page, blocks, columns, markdown, page, reached, speedups
+from flashqla.records import Record, Run, judged, went_wrong
+from flashqla.tables import NOISY, Page, Table, bench_page, blocks, columns, markdown, noisy, page, reached, speedups
 
 CAPTIONS = {
     "latency": (
@@ -118,6 +122,43 @@ def summary(runs: Sequence[Run]) -> str:
     return "\n".join(_digest(run) for run in runs)
 
 
+def text(runs: Sequence[Run]) -> str:
+    """The tables of the page as plain text."""
+    return "\n".join(tables.text(_page(run)) for run in runs)
+
+
+def junit(runs: Sequence[Run]) -> str:
+    """A suite per run, and in it a test per row.
+
+    A row that counts and went wrong is a failure; one that could not run is skipped.
+    """
+    root = ElementTree.Element("testsuites")
+    for run in runs:
+        counted = judged(run)
+        outcomes = [_outcome(record, record.backend in counted) for record in run.records]
+        root.append(xml.suite(_title(run), run.started.isoformat(), outcomes))
+    return xml.text(root)
+
+
+def _outcome(record: Record, counts: bool) -> xml.Outcome:
+    complaints = _complaints(record)
+    errors = {name: error.rel_l2 for name, error in record.errors.items() if error.rel_l2 is not None}
+    facts = [
+        f"{record.timing.gpu_ms:.4g} ms" if record.timing and record.timing.gpu_ms else "",
+        *[f"relative L2 of {name} {error:.1e}" for name, error in errors.items()],
+        *complaints,
+        record.reason or "",
+        f"hint: {record.hint}" if record.hint else "",
+    ]
+    return xml.Outcome(
+        record.backend,
+        f"{record.case_id} {record.direction}",
+        "failure" if counts and went_wrong(record) else "skipped" if record.status != "ok" else "passed",
+        next(iter(complaints), ""),
+        ", ".join(dict.fromkeys(filter(None, facts))),
+    )
+
+
 def _digest(run: Run) -> str:
     full = _page(run)
     facts = {name: fact for name, fact in full.facts.items() if name != "cpu" or run.environment.gpu is None}
@@ -207,11 +248,11 @@ def _means(run: Run) -> list[Table]:
 
 
 def _troubles(run: Run) -> list[Trouble]:
-    """Records that are missing, failed, wrong or throttled, by what they have to tell; the wrong ones of ours first."""
+    """Records that have something to tell, by what it is; those with a wrong result or none first, and ours first."""
     groups: dict[tuple[object, ...], Trouble] = {}
     for record in run.records:
         for what in _complaints(record):
-            bad = went_wrong(record) and not what.startswith("throttled")
+            bad = went_wrong(record) and not what.startswith(("throttled", "noisy"))
             reason = record.reason if record.reason and record.reason != what else ""
             facts = (record.backend, what, reason, record.hint or "", bad)
             groups.setdefault(facts, Trouble(*facts, cases=[])).cases.append(record.case_id)
@@ -226,6 +267,7 @@ def _complaints(record: Record) -> list[str]:
         *["wrong result"] * (record.status == "ok" and record.passed is False),
         *["not deterministic"] * (record.deterministic is False),
         *[f"throttled by {', '.join(throttle)}"] * bool(throttle),
+        *[f"noisy by more than {NOISY:.0%}"] * noisy(record),
     ]
 
 

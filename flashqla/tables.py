@@ -9,10 +9,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from flashqla.cases import Case
+from flashqla.compare import DEFAULT_THRESHOLD
 from flashqla.errors import ArgumentError
 from flashqla.records import Kind, Record, Run, TensorErrors, judged, went_wrong
 from flashqla.roofline import CEILINGS, Rates, rates
@@ -22,6 +22,7 @@ TIMED = {
     "bench-bwd": "the backward pass alone, on what one forward pass saved",
     "bench-fwd+bwd": "forward and backward pass, through autograd",
 }
+NOISY = DEFAULT_THRESHOLD  # interquartile range over median: samples that differ by what `compare` takes for a change
 CLOCKS = {"graph": "CUDA graph replay", "events": "CUDA events", "wall": "wall clock"}
 
 
@@ -72,7 +73,7 @@ def markdown(page: Page) -> str:
 
 def _plain(words: str) -> str:
     """Words that Markdown shows as they are, on one line and in one cell."""
-    return re.sub(r"([\\`*_|<\[\]])", r"\\\1", " ".join(words.split()))
+    return re.sub(r"([\\`*_~|<\[\]])", r"\\\1", " ".join(words.split()))
 
 
 def csv(run: Run) -> str:
@@ -125,7 +126,7 @@ def verify_text(run: Run) -> str:
 def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Page:
     """Table of a bench run: a block per model, a row per layout, and how many times faster than each peer we are.
 
-    Columns: time per backend in ms (ours first), on a GPU our call time from the host in ms, ratios peer / ours. With
+    Columns: time per backend in ms (ours first), on a GPU also that of a call from the host, ratios peer / ours. With
     `roofline` also the least time, and our TFLOP/s, GB/s and percent of the floor; with `memory`, and always for a
     backward pass where it is known, also the peak memory of every backend, and what its forward pass saved.
     """
@@ -137,15 +138,17 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
     counted = known or backends  # a peer without a backward pass needs no memory for one
     notes = _Notes()
     # On the CPU the host is the device, and a call has one time.
-    eager = any(record.timing and record.timing.clock != "wall" for record in run.records)
+    timings = [(record.backend, record.timing) for record in run.records if record.timing]
+    eager = {name for name, timing in timings if timing.clock != "wall" and timing.call_ms}
+    called = [name for name in backends if name in eager]
     ratios: list[dict[str, float]] = []
     tables: list[Table] = []
     for title, rows in blocks(run):
         block = [speedups(row, ours, peers) for row in rows]
         ratios += block
         head = [
-            ["", *("ms" for _ in backends), *["call ms"] * eager, *("faster than" for _ in peers)],
-            ["layout", *backends, *[ours] * eager, *peers],
+            ["", *("ms" for _ in backends), *("call ms" for _ in called), *("faster than" for _ in peers)],
+            ["layout", *backends, *called, *peers],
         ]
         if roofline:
             head = [[*head[0], "floor", "TFLOP/s", "GB/s", "of floor"], [*head[1], "ms", ours, ours, ours]]
@@ -156,15 +159,14 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
         cells = []
         for row, ratio in zip(rows, block, strict=True):
             times = [_time(row.get(name), notes) for name in backends]
-            timing = row[ours].timing if ours in row else None
-            call = _ms(timing.call_ms if timing else None)
-            cells.append([label(row), *times, *[call] * eager, *(_ratio(ratio.get(name)) for name in peers)])
+            calls = [_call(row.get(name)) for name in called]
+            cells.append([label(row), *times, *calls, *(_ratio(ratio.get(name)) for name in peers)])
             cells[-1] += _roof(row.get(ours), run.environment.gpu) if roofline else []
             records = [row.get(name) for name in counted]
             cells[-1] += [_mib(record.peak_bytes if record else None) for record in records if memory]
             cells[-1] += [_mib(record.saved_bytes if record else None) for record in records if saved]
         if peers:
-            cells.append(["geometric mean", *[""] * (len(backends) + eager), *_means(block, peers)])
+            cells.append(["geometric mean", *[""] * (len(backends) + len(called)), *_means(block, peers)])
             cells[-1] += [""] * (4 * roofline + len(counted) * (memory + saved))
         tables.append(Table(head, cells, title))
     if peers:
@@ -175,9 +177,10 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
         tables.append(Table([["", *peers]], cells, f"All rows: {ours} faster than"))
     legend = [
         f"ms: median time of {TIMED[run.kind]}.",
-        *[f"call ms: median time of {ours} called from Python and waited for."] * eager,
+        *["call ms: median time of the op called from Python and waited for."] * bool(called),
         *[f"faster than: time of the other / time of {ours}; above 1.00x {ours} is the faster one."] * bool(peers),
         f"n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled{_throttle(run)}.",
+        f"~: noisy, the middle half of the samples spans more than {NOISY:.0%} of the time.",
         "Means leave out rows without a ratio.",
         *[_roof_legend(run.environment.gpu)] * roofline,
         *["peak MiB: device memory that a call allocates at its peak, outputs included and inputs not; - on a CPU."]
@@ -279,7 +282,7 @@ def facts(run: Run) -> dict[str, str]:
     timing += [f"{_range(len(t.samples) for t in timings)} samples per time"] if timings else []
     timing += [f"{name} {settings[name]}" for name in ("suite", "seed", "device") if settings.get(name) is not None]
     return {
-        "started": run.started.isoformat() + (", interrupted" if run.interrupted else ""),
+        "started": run.started.isoformat() + _resumed(run) + (", interrupted" if run.interrupted else ""),
         "device": ", ".join(device),
         "cpu": env.cpu,
         "software": f"flashqla {env.flashqla}{revision}, " + _list(versions),
@@ -287,6 +290,15 @@ def facts(run: Run) -> dict[str, str]:
         "kernels": f"sources sha256 {env.kernel_fingerprint}",
         "settings": ", ".join(timing),
     }
+
+
+def _resumed(run: Run) -> str:
+    """How much of a run was measured before it, at other clocks and temperatures."""
+    if not run.sessions:
+        return ""
+    count, kept = len(run.sessions), sum(record.session is not None for record in run.records)
+    sessions = "an earlier session" if count == 1 else f"{count} earlier sessions"
+    return f", after {sessions} since {run.sessions[0].isoformat()}, from which {kept} of {len(run.records)} rows are"
 
 
 def _range(numbers: Iterable[int]) -> str:
@@ -340,17 +352,16 @@ def right_ms(record: Record) -> float | None:
     return record.timing.gpu_ms if right and record.timing else None
 
 
+def noisy(record: Record) -> bool:
+    """Whether the samples of a time lie far apart; False where they are too few to tell."""
+    timing = record.timing
+    return bool(timing and timing.gpu_ms and timing.gpu_ms_iqr and timing.gpu_ms_iqr > NOISY * timing.gpu_ms)
+
+
 def reached(record: Record, gpu: str | None) -> Rates | None:
     """What the time of a forward pass comes to; None for a record without a time and a right result."""
     gpu_ms = right_ms(record)
-    if gpu_ms is None or record.direction != "fwd":
-        return None
-    known = {f.name: record.case[f.name] for f in fields(Case) if f.name in record.case}
-    try:
-        case = Case(**{**known, "lengths": tuple(known["lengths"])})
-    except (ArgumentError, KeyError, TypeError):  # a case of another version of flashqla
-        return None
-    return rates(case, gpu_ms, gpu)
+    return None if gpu_ms is None or record.direction != "fwd" else rates(record.case, gpu_ms, gpu)
 
 
 def _roof(record: Record | None, gpu: str | None) -> list[str]:
@@ -384,7 +395,11 @@ def _time(record: Record | None, notes: _Notes) -> str:
         return "n/a" + notes.mark(record)
     wrong = "!" if record.passed is False else ""
     throttled = "*" if record.clocks and record.clocks.throttle else ""
-    return _ms(record.timing.gpu_ms) + wrong + throttled + notes.mark(record)
+    return _ms(record.timing.gpu_ms) + wrong + throttled + "~" * noisy(record) + notes.mark(record)
+
+
+def _call(record: Record | None) -> str:
+    return _ms(record.timing.call_ms if record and record.timing else None)
 
 
 def _ms(value: float | None) -> str:

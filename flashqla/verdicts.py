@@ -1,13 +1,14 @@
 """Verdicts of a comparison, for people and for machines: text, Markdown, JSON, JUnit XML, GitHub annotations."""
 
 import json as json_text
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from xml.etree import ElementTree
+from typing import Literal
 
-from flashqla.compare import CONFIDENCE, REGRESSIONS, WORDS, Verdict, changes
+from flashqla.compare import COMPARED, CONFIDENCE, REGRESSIONS, WORDS, Verdict, changes
+from flashqla.junit import Outcome, suite
+from flashqla.junit import text as junit_text
 from flashqla.records import Run
 from flashqla.tables import Page, Table
 from flashqla.tables import markdown as page_markdown
@@ -35,34 +36,23 @@ def json(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = Fal
 
 def junit(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = False) -> str:
     """A test case per row. One that counts and got worse is a failure; one that could not be compared is skipped."""
-    failures = [row for row in verdicts if row.counts and row.word in REGRESSIONS]
-    skipped = [row for row in verdicts if row.word in ("missing", "unclear")]
-    suite = ElementTree.Element(
-        "testsuite",
-        name=f"flashqla compare {new.kind}",
-        tests=str(len(verdicts)),
-        failures=str(len(failures)),
-        errors="0",
-        skipped=str(len(skipped)),
-        timestamp=new.started.isoformat(),
-    )
-    for row in verdicts:
-        case = ElementTree.SubElement(suite, "testcase", classname=row.backend, name=f"{row.case_id} {row.direction}")
-        message = _legal(_message(row))
-        if row in failures:
-            ElementTree.SubElement(case, "failure", type=row.word, message=message).text = message
-        elif row in skipped:
-            ElementTree.SubElement(case, "skipped", message=message)
-        else:
-            ElementTree.SubElement(case, "system-out").text = message
-    ElementTree.indent(suite)
-    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+    outcomes = [
+        Outcome(row.backend, f"{row.case_id} {row.direction}", _result(row), row.word, _message(row))
+        for row in verdicts
+    ]
+    return junit_text(suite(f"flashqla compare {new.kind}", new.started.isoformat(), outcomes))
+
+
+def _result(row: Verdict) -> Literal["passed", "failure", "skipped"]:
+    if row.word in REGRESSIONS:
+        return "failure" if row.counts else "passed"
+    return "skipped" if row.word in ("missing", "unclear") else "passed"
 
 
 def github(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = False) -> str:
     """Workflow commands of GitHub Actions: errors for what fails the gate, warnings for what could not be compared."""
     lines = [f"::notice title=flashqla compare::{_data('; '.join(_summary(verdicts)))}"]
-    for row in verdicts:
+    for row in verdicts if everything else _telling(verdicts):
         regressed = row.word in REGRESSIONS
         if regressed or row.word in ("missing", "unclear"):
             level = "error" if regressed and row.counts else "warning"
@@ -81,7 +71,7 @@ FORMATS: Mapping[str, Render] = {
 
 
 def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> Page:
-    rows = [row for row in verdicts if everything or row.word != "same"]
+    rows = verdicts if everything else _telling(verdicts)
     timed = new.kind.startswith("bench")
     unit = "ms" if timed else "error"
     head = ["case", "backend", f"old {unit}", f"new {unit}", "ratio", *["interval"] * timed, "verdict", "note"]
@@ -98,7 +88,8 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
         ]
         for row in rows
     ]
-    hidden = len(verdicts) - len(rows)
+    hidden = Counter(row.word for row in verdicts) - Counter(row.word for row in rows)
+    alone = ", ".join(f"{count} {word}" for word, count in hidden.items() if word != "same")
     legend = [
         *[
             "ratio: median time, new / old. "
@@ -110,7 +101,9 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
         * (not timed),
         f"Thresholds: {_thresholds(verdicts)}.",
         *["Rows of peers are shown and fail nothing."] * any(not row.counts for row in verdicts),
-        *[f"Rows that stayed the same are not listed: {hidden} (--all lists them)."] * bool(hidden),
+        *[f"Rows that stayed the same are not listed: {hidden['same']} (--all lists them)."] * bool(hidden["same"]),
+        *[f"No row has a result in both runs. Those of one alone are not listed: {alone} (--all lists them)."]
+        * bool(alone),
     ]
     facts = {"old": _identity(old), "new": _identity(new), "changed": ", ".join(changes(old, new)) or "nothing"}
     words = (1, len(head) - 2, len(head) - 1)
@@ -121,6 +114,12 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
         legend,
         _summary(verdicts),
     )
+
+
+def _telling(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Rows to list: not those that stayed the same, nor, where no row can be compared, all that has no counterpart."""
+    idle = {"same"} if any(row.word in COMPARED for row in verdicts) else {"missing", "new"}
+    return [row for row in verdicts if row.word not in idle]
 
 
 def _identity(run: Run) -> str:
@@ -181,11 +180,6 @@ def _note(row: Verdict) -> str:
 
 def _thresholds(verdicts: Sequence[Verdict]) -> str:
     return ", ".join(f"{share:.3g}%" for share in sorted({100 * row.threshold for row in verdicts})) or "none"
-
-
-def _legal(words: str) -> str:
-    """Without the control characters that XML has no way to write; messages of compilers have some."""
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]", "", words)
 
 
 def _data(words: str) -> str:

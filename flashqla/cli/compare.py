@@ -99,9 +99,15 @@ def compare(
     if not allow_missing_baseline and not any(row.word in comparing.COMPARED for row in verdicts):
         raise NothingToDo(
             "no row was compared",
-            given=f"{old} has {len(before.records)} rows, {new} has {len(after.records)}",
+            given=f"{old} has {_rows(before)}, {new} has {_rows(after)}",
             do="compare runs of the same suite and backends, or pass --allow-missing-baseline",
         )
+
+
+def _rows(run: "Run") -> str:
+    """How many rows a run has, and the first of them."""
+    first = "".join(f", the first is {record.case_id} {record.backend}" for record in run.records[:1])
+    return f"{len(run.records)} rows{first}"
 
 
 def _baseline(path: Path, new: "Run", allowed: bool) -> "Run":
@@ -126,6 +132,16 @@ def _warn_of_idle_patterns(limits: "Thresholds", verdicts: Sequence["Verdict"]) 
             console.note(f"no row has the threshold of {pattern!r}")
 
 
+def _warn_of_a_useless_gate(limits: "Thresholds") -> None:
+    from flashqla.compare import USELESS
+
+    wide = [case_id for case_id, share in limits.cases.items() if share >= USELESS]
+    if limits.default >= USELESS or wide:
+        where = "in every case" if limits.default >= USELESS else f"in {len(wide)} cases, such as {wide[0]}"
+        console.note(f"these thresholds guard little: a slow-down of {USELESS:.0%} passes {where}")
+        console.hint("calibrate with runs of more --repeats, taken while the machine does nothing else")
+
+
 def calibrate(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Runs of one build on one machine.")],
     backend: BackendOption = None,
@@ -134,7 +150,8 @@ def calibrate(
     """Suggest thresholds from runs of the same build.
 
     From how far their times lie apart, and half as much again. The result is a file for compare --thresholds. Three
-    runs or more, taken at different times of the day, show more of the noise than two in a row.
+    runs or more, taken at different times of the day, show more of the noise than two in a row. Runs so noisy that a
+    slow-down of 10% would pass get a warning.
     """
     from flashqla import compare as comparing
     from flashqla.records import read
@@ -147,3 +164,4 @@ def calibrate(
         f"# flashqla {env.flashqla}, kernels {env.kernel_fingerprint}, {env.gpu or env.cpu}\n"
         f"{comparing.to_toml(limits)}"
     )
+    _warn_of_a_useless_gate(limits)

@@ -19,20 +19,24 @@ Examples:
 class Format(StrEnum):
     html = "html"
     markdown = "markdown"
+    text = "text"
+    junit = "junit"
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN.json...", help="Runs, from --json of bench and verify.")],
     out: Annotated[Path | None, typer.Option("--out", metavar="PATH", help="Write a file, not to stdout.")] = None,
-    form: Annotated[Format, typer.Option("--format", help="A page with plots, or a summary.")] = Format.html,
+    form: Annotated[
+        Format, typer.Option("--format", help="A page with plots, a summary, all tables, or tests.")
+    ] = Format.html,
     plots: Annotated[
         Path | None, typer.Option("--plots", metavar="DIR", help="Write the plots as SVG and PNG files as well.")
     ] = None,
 ) -> None:
-    """Show runs as one page: HTML with plots, or Markdown for a pull request.
+    """Show runs as one page: HTML with plots, Markdown for a pull request, plain text, or JUnit XML for a CI system.
 
     The HTML is one file that needs no network, light or dark as the reader's system is. It takes extra report, and
-    Markdown without plots takes none. Prints the names of the files it wrote.
+    the other formats without plots take none. Prints the names of the files it wrote.
     """
     from flashqla import plots as drawing
     from flashqla import report as pages
@@ -45,7 +49,8 @@ def report(
         drawing.need("matplotlib")
         drawing.make_folder(plots)
     target = destination(out) if out else None
-    page = pages.html(content) if form is Format.html else pages.summary(content)
+    render = {"html": pages.html, "markdown": pages.summary, "text": pages.text, "junit": pages.junit}[form.value]
+    page = render(content)
     written = []
     if target:
         write(target, page)

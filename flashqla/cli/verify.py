@@ -28,6 +28,9 @@ def verify(
     suite: options.SuiteOption = None,
     cases: options.CasesOption = None,
     captured: options.InputOption = None,
+    heads: options.HeadsOption = None,
+    lens: options.LensOption = None,
+    model: options.ModelOption = None,
     pattern: options.PatternOption = None,
     backend: options.BackendOption = None,
     device: options.DeviceOption = None,
@@ -37,6 +40,7 @@ def verify(
     ] = 2,
     seed: options.SeedOption = 0,
     json: options.JsonOption = None,
+    out: options.OutOption = None,
     resume: options.ResumeOption = None,
     timeout: options.TimeoutOption = options.TIMEOUT_S,
     in_process: options.InProcessOption = False,
@@ -59,7 +63,9 @@ def verify(
     where = session.choose_device(device)
     captured = captured or []
     suites = suite or ([] if cases or captured else DEFAULT_SUITES[where])
-    wanted = options.chosen_cases(suites, file=cases, captured=captured, pattern=pattern)
+    wanted = options.chosen_cases(
+        suites, file=cases, captured=captured, heads=heads, lens=lens, model=model, pattern=pattern
+    )
 
     from flashqla import backends, runner  # and with them torch
 
@@ -87,6 +93,7 @@ def verify(
         },
         render=verify_text,
         json=json,
+        out=out,
         resume=resume,
         quiet=quiet,
     )

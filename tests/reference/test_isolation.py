@@ -33,7 +33,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def table(records: list[Record]) -> list[tuple[str, str, str]]:
-    return [(record.case["gate"], record.backend, record.status) for record in records]
+    return [(record.case.gate, record.backend, record.status) for record in records]
 
 
 def test_a_sweep_outlives_its_backends(fakes: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_sweep_outlives_its_backends(fakes: Any) -> None:
         ("strong", "raises"): ("failed", "ValueError: no way"),
     }
     for record in records:
-        key = record.case["gate"], record.backend
+        key = record.case.gate, record.backend
         if record.backend == "gone":
             assert (record.status, record.reason) == ("missing", "it is not here")
         elif key in wrong:
@@ -261,6 +261,6 @@ def test_a_hang_and_a_crash_cost_their_rows(tmp_path: Path) -> None:
     done = run(*arguments, "--json", "-", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     result = Run.model_validate(json.loads(done.stdout))
-    bad = {(record.case["gate"], record.backend): record.status for record in result.records if record.status != "ok"}
+    bad = {(record.case.gate, record.backend): record.status for record in result.records if record.status != "ok"}
     assert bad == {("zero", "hangs"): "timeout", ("strong", "exits"): "failed"}
     assert len(result.records) == 3 * 2

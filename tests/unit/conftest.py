@@ -49,7 +49,15 @@ def make_run() -> Callable[..., Run]:
 def timed() -> Callable[..., Record]:
     """A bench record with a time in ms."""
 
-    def make(case: Case, backend: str, ms: float, *, throttle: tuple[str, ...] = (), **fields: Any) -> Record:
+    def make(
+        case: Case,
+        backend: str,
+        ms: float,
+        *,
+        throttle: tuple[str, ...] = (),
+        iqr: float | None = None,
+        **fields: Any,
+    ) -> Record:
         return Record.of(
             case,
             backend=backend,
@@ -57,7 +65,9 @@ def timed() -> Callable[..., Record]:
             command="bench",
             status="ok",
             seed=0,
-            timing=Timing(gpu_ms=ms, samples=[ms], call_ms=2 * ms, l2="cold", clock="graph", repeats=12),
+            timing=Timing(
+                gpu_ms=ms, gpu_ms_iqr=iqr, samples=[ms], call_ms=2 * ms, l2="cold", clock="graph", repeats=12
+            ),
             clocks=Clocks(1755, 3201, 500.0, 60, list(throttle)),
             **fields,
         )

@@ -320,6 +320,15 @@ def test_verify_repeats_reach_the_runner(layers: Layers, tmp_path: Path) -> None
     assert read(path).settings == {"suite": "smoke", "device": "cpu", "seed": 0, "repeats": 100}
 
 
+def test_verify_has_the_filters_of_bench(layers: Layers, tmp_path: Path) -> None:
+    out = tmp_path / "run.txt"
+    options = ["--heads", "2,8", "--heads", "16,32", "--lens", "1x2048", "--model", "35b", "-k", "mixed"]
+    result = invoke("verify", "--suite", "sweep", *options, "--out", str(out))
+    assert result.exit_code == 0
+    assert [case.id for case in layers.asked["cases"]] == ["hk16-hv32/1x2048/mixed"]
+    assert out.read_text() == result.stdout
+
+
 def test_bench_shows_memory_when_asked(layers: Layers, timed: Make) -> None:
     layers.answer = lambda case, backend: timed(case, backend, 1.0, peak_bytes=3 * 2**20)
     few = ("bench", "fwd", "--suite", "cpu", "--lens", "1x512", "--heads", "2,8")

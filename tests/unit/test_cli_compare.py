@@ -157,8 +157,13 @@ def test_no_row_in_common_is_4(old: str, save: Save, row: Make) -> None:
     new = save("new", row(replace(A, gate="strong"), 1.0))
     result = invoke("compare", old, new)
     assert result.exit_code == 4
-    assert result.stdout.endswith("\nflashqla: 2 missing, 1 new\n")  # shown all the same
+    assert result.stdout.endswith("\nflashqla: 2 missing, 1 new\n")  # counted, and listed when asked for
+    assert "\nNo row has a result in both runs. Those of one alone are not listed: 2 missing, 1 new" in result.stdout
+    assert B.id not in result.stdout
+    assert B.id in invoke("compare", old, new, "--all").stdout
+    assert invoke("compare", old, new, "--format", "github").stdout.count("\n") == 1
     assert "no row was compared" in result.stderr
+    assert f"old.json has 2 rows, the first is {A.id} flashqla, " in result.stderr
     assert invoke("compare", old, new, "--allow-missing-baseline").exit_code == 0
     assert invoke("compare", old, old, "--backend", "nobody").exit_code == 4
 
@@ -219,6 +224,23 @@ def test_calibrate_writes_a_thresholds_file(old: str, save: Save, row: Make, tmp
     assert invoke("calibrate", old, other, "--backend", "nobody").exit_code == 4
 
 
+def test_calibrate_warns_of_thresholds_that_guard_nothing(save: Save, row: Make) -> None:
+    many = [replace(A, lengths=(length,)) for length in range(1, 12)]
+
+    def told(*, first: float, others: float) -> str:
+        times = [(many[0], first), *((case, others) for case in many[1:])]
+        runs = [save("a", *(row(case, 1.0) for case, _ in times)), save("b", *(row(case, ms) for case, ms in times))]
+        result = invoke("calibrate", *runs)
+        assert result.exit_code == 0
+        return result.stderr
+
+    assert told(first=1.05, others=1.05) == ""
+    assert told(first=1.07, others=1.0).startswith(
+        f"note: these thresholds guard little: a slow-down of 10% passes in 1 cases, such as {many[0].id}\nhint: "
+    )
+    assert "a slow-down of 10% passes in every case" in told(first=1.07, others=1.07)
+
+
 # Show and schema
 
 
@@ -273,10 +295,11 @@ main()
 """
 
 
-@pytest.mark.parametrize("command", ["compare", "calibrate", "show", "schema"])
+@pytest.mark.parametrize("command", ["compare", "calibrate", "show", "schema", "report", "cases"])
 def test_commands_run_where_torch_is_not_installed(command: str, old: str) -> None:
-    files = {"compare": [old, old], "calibrate": [old, old], "show": [old], "schema": []}[command]
-    result = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, command, *files], capture_output=True, text=True)
+    files = {"compare": [old, old], "calibrate": [old, old], "show": [old], "report": [old, "--format", "markdown"]}
+    call = [command, *files.get(command, [])]
+    result = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *call], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashqla.cases import Case, suite
+from flashqla.cases import suite
 from flashqla.compare import compare, read_thresholds
 from flashqla.records import read
 from flashqla.tables import bench_text, verify_text
@@ -211,9 +211,7 @@ with flashqla.capture("call.pt"):
         done = flashqla(*command, "--input", "call.pt", "--json", "run.json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         run = read(tmp_path / "run.json")
-        assert {(r.gate, r.file) for r in (Case(**{**r.case, "lengths": (100,)}) for r in run.records)} == {
-            ("captured", "call.pt")
-        }
+        assert {(r.case.gate, r.case.file) for r in run.records} == {("captured", "call.pt")}
         assert {(r.status, r.passed) for r in run.records} == {("ok", True)}
         assert run.settings["suite"] == "call.pt"
         again = flashqla(*command, "--input", "call.pt", "--resume", "run.json", cwd=tmp_path)

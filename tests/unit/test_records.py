@@ -42,7 +42,7 @@ def test_a_record_describes_its_case(timed: Callable[..., Record]) -> None:
         "28672+4096",
         32768,
     )
-    assert Case(**{**record.case, "lengths": tuple(record.case["lengths"])}) == CASE
+    assert record.case == CASE
 
 
 def test_errors_that_are_not_finite_become_null() -> None:
@@ -200,6 +200,15 @@ def test_two_runs_do_not_write_one_file(
     Writer(path, make_run()).finish()
 
 
+def test_a_folder_without_permission_is_named_before_anything_is_measured(
+    tmp_path: Path, make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root, who may run this, is let in everywhere
+    with pytest.raises(RecordError, match=r"run\.json: permission denied"):
+        Writer(tmp_path / "run.json", make_run())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_link_stays_a_link(tmp_path: Path, make_run: Callable[..., Run]) -> None:
     link, path = tmp_path / "latest.json", tmp_path / "run.json"
     link.symlink_to(path)
@@ -260,9 +269,9 @@ def test_an_unwritable_path_fails_before_anything_is_measured(
         ("", "the file is empty"),
         ("[" * 100_000, "nested too deep"),
         ('{"schema_version": 1, "settings": null, "records": []}', "not a result file"),
-        ("{}", "not a result file"),
+        ("{}", "it has no schema_version"),
         ('{"schema_version": 2}', "schema version 2 is not supported"),
-        ('{"schema_version": 1, "kind": "bench-fwd"}', "argv: Field required"),
+        ('{"schema_version": 1, "kind": "bench-fwd"}', "argv: is missing"),
     ],
 )
 def test_files_of_another_kind_are_refused_clearly(tmp_path: Path, content: str, message: str) -> None:
@@ -291,6 +300,47 @@ def test_content_says_what_a_file_is(
     for text in (to_json(run), json.dumps(json.loads(to_json(run)))):
         path.write_text(text)
         assert read(path) == run
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "supported"),
+    [
+        ({"case": {}}, "case.hk: is missing", ""),
+        ({"case": None}, "case: None", "a dictionary or an instance of Case"),
+        ({"case.hk": 3}, "case: head counts do not fit, heads (3, 8)", "hv = n * hk, n >= 1"),
+        ({"case.gate": "weak"}, "case.gate: 'weak'", "'typical', 'strong'"),
+        ({"case.lengths": [64]}, "case_id 'hk2-hv8/28672+4096/mixed' where the case has 'hk2-hv8/1x64/mixed'", ""),
+        ({"tokens": 7}, "tokens 7 where the case has 32768", ""),
+        ({"timing.gpu_ms": 0}, "timing.gpu_ms: 0", "greater than 0"),
+        ({"clocks.power_w": math.inf}, "clocks.power_w: inf", "a finite number"),
+        ({"peak_bytes": 10**400}, f"peak_bytes: 1{'0' * 76}...", "less than"),
+        ({"status": "fine"}, "status: 'fine'", "'ok', 'missing'"),
+        ({"session": "2026-01-02"}, "session: '2026-01-02'", "Input"),
+    ],
+)
+def test_a_malformed_record_is_named(
+    tmp_path: Path,
+    make_run: Callable[..., Run],
+    timed: Callable[..., Record],
+    change: dict[str, object],
+    given: str,
+    supported: str,
+) -> None:
+    path = tmp_path / "run.json"
+    content = json.loads(to_json(make_run(timed(CASE, "fla", 0.5), timed(CASE, "flashqla", 0.5))))
+    for place, value in change.items():
+        *outer, last = place.split(".")
+        fields = content["records"][1]
+        for name in outer:
+            fields = fields[name]
+        fields[last] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(RecordError) as caught:
+        read(path)
+    assert caught.value.given.startswith(f"{path}: record 2 (hk2-hv8/28672+4096/mixed flashqla)")
+    assert given in caught.value.given
+    assert supported in caught.value.supported
+    assert "\n" not in caught.value.given + caught.value.supported
 
 
 def test_a_missing_file_is_a_record_error(tmp_path: Path) -> None:

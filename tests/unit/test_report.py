@@ -1,9 +1,12 @@
 """The report: what the page says, that it stands alone in both themes, and that nothing in a run breaks out of it."""
 
+import json
+import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
@@ -17,8 +20,11 @@ from typer.testing import CliRunner, Result
 from flashqla import plots, report
 from flashqla.cases import Case
 from flashqla.cli.app import app
-from flashqla.errors import EnvironmentProblem
-from flashqla.records import Record, Run, TensorErrors, Writer, to_json
+from flashqla.compare import compare
+from flashqla.errors import ArgumentError, EnvironmentProblem, RecordError, UnsupportedError
+from flashqla.records import Record, Run, TensorErrors, Writer, read, to_json, write
+from flashqla.tables import bench_page, csv, text, verify_page
+from flashqla.verdicts import FORMATS
 
 pytest.importorskip("matplotlib")
 
@@ -89,9 +95,9 @@ def test_page_has_the_numbers_and_what_made_them(bench: Run) -> None:
     assert "132 SMs, driver 580.1, SM clock 1755 MHz, 60 C, 500 W" in text
     assert "kernels sources sha256 0123456789abcdef" in text
     assert "L2 cold, CUDA graph replay" in text
-    assert "1x32768 0.1000 0.4000 n/a 1 0.2000 4.00x - 0.0462 365 1709 46%" in text
+    assert "1x32768 0.1000 0.4000 n/a 1 0.2000 0.8000 4.00x - 0.0462 365 1709 46%" in text
     assert "1x2048 0.0200* 0.0400 n/a 1" in text
-    assert "28672+4096 0.2000 0.1000! 2 n/a 3 0.4000 - -" in text
+    assert "28672+4096 0.2000 0.1000! 2 n/a 3 0.4000 0.2000 - -" in text
 
 
 def test_rows_that_went_wrong_are_listed_with_reason_and_hint(bench: Run) -> None:
@@ -126,7 +132,7 @@ def test_pages_of_gradients(make_run: Callable[..., Run], timed: Make, verified:
     verify = make_run(ours, kind="verify-bwd")
     text = Elements(report.html([bench, verify])).text
     assert "flashqla bench bwd on NVIDIA H200" in text
-    assert "1x32768 0.1000 0.4000 0.2000 4.00x 1.0 4.0 2.0 4.0" in text
+    assert "1x32768 0.1000 0.4000 0.2000 0.8000 4.00x 1.0 4.0 2.0 4.0" in text
     assert f"{A.id} dq 2.0e-03 1.0e-02 ok dk 2.0e-03 1.0e-02 dA_log 2.0e-03 1.0e-02" in text
     assert list(plots.inline(bench)) == ["latency", "speedup"]
     assert list(plots.inline(verify)) == ["accuracy"]
@@ -288,6 +294,84 @@ def test_markdown_is_a_summary_with_all_rows_folded_away(bench: Run, verify: Run
     assert rest.count("</details>") == 2
     assert "1 passed fla (1 failed, 1 unsupported)" in rest
     assert "http" not in summary
+
+
+def test_noisy_rows_are_told(make_run: Callable[..., Run], timed: Make) -> None:
+    run = make_run(timed(A, "flashqla", 1.0, iqr=0.06), timed(B, "flashqla", 1.0, iqr=0.01))
+    assert f"- flashqla: noisy by more than 5%: {A.id}\n" in report.summary([run])
+    text = Elements(report.html([run])).text
+    assert "1x32768 1.0000~ 2.0000" in text
+    assert f"flashqla : noisy by more than 5% : {A.id}" in text
+
+
+def test_text_is_the_tables(bench: Run, verify: Run) -> None:
+    assert report.text([bench, verify]) == "\n".join(
+        [text(bench_page(bench, roofline=True)), text(verify_page(verify))]
+    )
+
+
+def test_junit_has_a_test_per_row(bench: Run, verify: Run, make_run: Callable[..., Run], timed: Make) -> None:
+    wrong = make_run(timed(A, "flashqla", 1.0, passed=False, reason="wrong result"))
+    root = ElementTree.fromstring(report.junit([bench, verify, wrong]))
+    assert [(s.get("name"), s.get("tests"), s.get("failures"), s.get("skipped")) for s in root] == [
+        ("flashqla bench fwd on NVIDIA H200", "9", "0", "3"),  # a wrong peer fails nothing
+        ("flashqla verify fwd on NVIDIA H200", "6", "0", "1"),
+        ("flashqla bench fwd on NVIDIA H200", "1", "1", "0"),
+    ]
+    said = {(t.get("classname"), t.get("name")): t[0] for t in root[0]}
+    assert said["flashqla", f"{B.id} fwd"].text == "0.02 ms, throttled by power cap"
+    assert said["flashinfer", f"{C.id} fwd"].get("message") == "oom, 20 GB asked, hint: pip install flashinfer"
+    assert root[1][0][0].text == "relative L2 of o 3.1e-03, relative L2 of final_state 2.0e-03"
+    assert (root[2][0][0].tag, root[2][0][0].get("type")) == ("failure", "wrong result")
+
+
+# What stands for what may have gone wrong with a file: cut, edited by hand, or written by something else.
+WRONG = (None, {}, "x\x00\ud800", -1, math.inf, 10**400, [None])
+
+
+def places(content: object, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of every value in JSON; of a list the first."""
+    parts = (
+        content.items() if isinstance(content, dict) else enumerate(content[:1]) if isinstance(content, list) else ()
+    )
+    for key, value in parts:
+        yield (*place, key)
+        yield from places(value, (*place, key))
+
+
+@pytest.mark.parametrize("kind", ["bench", "verify"])
+def test_a_broken_file_is_refused_or_shown(kind: str, bench: Run, verify: Run, tmp_path: Path) -> None:
+    good = bench if kind == "bench" else verify
+    good = good.model_copy(update={"records": good.records[:2], "sessions": [good.started]})
+    whole = json.loads(to_json(good))
+    path = tmp_path / "run.json"
+    refused = []
+    for *outer, last in places(whole):
+        for wrong in (*WRONG, places):
+            broken = json.loads(to_json(good))
+            part = broken
+            for key in outer:
+                part = part[key]
+            if wrong is places:
+                del part[last]
+            else:
+                part[last] = wrong
+            path.write_text(json.dumps(broken))
+            try:
+                run = read(path)
+            except RecordError as error:
+                refused.append((error.given, f"{path}{': record 1' * (outer[:1] == ['records'])}"))
+                continue
+            for page in (report.text([run]), report.summary([run]), report.junit([run]), csv(run)):
+                write(tmp_path / "page", page)
+            if outer[-1:] == ["case"]:
+                plots.inline(run)
+            with suppress(ArgumentError, UnsupportedError):  # a run of another command or device
+                verdicts = compare(good, run)
+                for render in FORMATS.values():
+                    render(good, run, verdicts, True)
+    assert len(refused) > 300
+    assert [given for given, place in refused if not given.startswith(place)] == []
 
 
 def test_many_cases_of_one_trouble_are_cut_openly(make_run: Callable[..., Run], timed: Make, absent: Make) -> None:

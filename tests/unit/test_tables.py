@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from csv import reader as csv_reader
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -28,17 +29,17 @@ tvm-ffi 0.1.12
   settings  L2 cold, CUDA graph replay, 1 samples per time, suite qwen, seed 0, device cuda
 
 397B/122B TP8  h_k=2 h_v=8
-                        ms      ms          ms   call ms  faster than  faster than
-  layout          flashqla     fla  flashinfer  flashqla          fla   flashinfer
-  1x32768           0.5000  1.0000      n/a[1]    1.0000        2.00x            -
-  28672+4096       0.2500*  2.0000      n/a[1]    0.5000        8.00x            -
-  geometric mean                                                4.00x            -
+                        ms      ms          ms   call ms  call ms  faster than  faster than
+  layout          flashqla     fla  flashinfer  flashqla      fla          fla   flashinfer
+  1x32768           0.5000  1.0000      n/a[1]    1.0000   2.0000        2.00x            -
+  28672+4096       0.2500*  2.0000      n/a[1]    0.5000   4.0000        8.00x            -
+  geometric mean                                                         4.00x            -
 
 2B/0.8B TP1  h_k=16 h_v=16
-                        ms          ms          ms   call ms  faster than  faster than
-  layout          flashqla         fla  flashinfer  flashqla          fla   flashinfer
-  1x2048             12.50  1.0000![2]      n/a[3]     25.00            -            -
-  geometric mean                                                        -            -
+                        ms          ms          ms   call ms  call ms  faster than  faster than
+  layout          flashqla         fla  flashinfer  flashqla      fla          fla   flashinfer
+  1x2048            12.50~  1.0000![2]      n/a[3]     25.00   2.0000            -            -
+  geometric mean                                                                 -            -
 
 All rows: flashqla faster than
                     fla  flashinfer
@@ -48,9 +49,10 @@ All rows: flashqla faster than
   rows                2           0
 
 ms: median time of the op alone.
-call ms: median time of flashqla called from Python and waited for.
+call ms: median time of the op called from Python and waited for.
 faster than: time of the other / time of flashqla; above 1.00x flashqla is the faster one.
 n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled (power cap).
+~: noisy, the middle half of the samples spans more than 5% of the time.
 Means leave out rows without a ratio.
 [1] flashinfer: missing, it is not installed, hint: pip install flashinfer
 [2] fla: wrong result
@@ -84,7 +86,7 @@ def bench_run(make_run: Callable[..., Run], timed: Make, absent: Make) -> Run:
         timed(B, "flashqla", 0.25, throttle=("power cap",)),
         timed(B, "fla", 2.0),
         absent(B, "flashinfer"),
-        timed(C, "flashqla", 12.5),
+        timed(C, "flashqla", 12.5, iqr=0.7),
         timed(C, "fla", 1.0, passed=False, reason="wrong result"),
         absent(C, "flashinfer", "oom", reason="20 GB asked"),
     )
@@ -137,6 +139,23 @@ def test_verdicts(make_run: Callable[..., Run], verified: Make, fields: dict[str
     assert line.endswith(f"  {verdict}")
 
 
+@pytest.mark.parametrize(("iqr", "mark"), [(None, ""), (0.0, ""), (0.05, ""), (0.051, "~")])
+def test_noise_is_marked(make_run: Callable[..., Run], timed: Make, iqr: float | None, mark: str) -> None:
+    run = make_run(timed(A, "flashqla", 1.0, iqr=iqr))
+    assert f"  1.0000{mark}  " in bench_text(run)
+    assert "\n~: noisy, the middle half of the samples spans more than 5% of the time.\n" in bench_text(run)
+
+
+def test_rows_of_earlier_sessions_are_counted(make_run: Callable[..., Run], timed: Make) -> None:
+    first, second = (datetime(2026, 1, day, tzinfo=UTC) for day in (1, 2))
+    rows = [timed(A, "flashqla", 1.0, session=first), timed(B, "flashqla", 1.0)]
+    once, twice = (bench_text(make_run(*rows, sessions=sessions)) for sessions in ([first], [first, second]))
+    start = "\n  started   2026-01-02T03:04:05+00:00"
+    assert f"{start}, after an earlier session since 2026-01-01T00:00:00+00:00, from which 1 of 2 rows are\n" in once
+    assert f"{start}, after 2 earlier sessions since" in twice
+    assert "session" not in bench_text(make_run(*rows))
+
+
 def test_rows_without_a_model_are_told_apart_by_id(make_run: Callable[..., Run], timed: Make) -> None:
     a, b = replace(A, model=""), replace(A, model="", gate="strong")
     text = bench_text(make_run(timed(a, "flashqla", 1.0), timed(b, "flashqla", 2.0)))
@@ -180,7 +199,7 @@ def test_backward_runs_show_memory_where_it_is_known(make_run: Callable[..., Run
     run = make_run(known, timed(A, "fla", 1.0, direction="bwd", peak_bytes=2**21), kind="bench-bwd")
     shown = bench_text(run)
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
-    assert lines["1x32768"][1:] == ["0.5000", "1.0000", "1.0000", "2.00x", "1.0", "2.0", "3.0", "-"]
+    assert lines["1x32768"][1:] == ["0.5000", "1.0000", "1.0000", "2.0000", "2.00x", "1.0", "2.0", "3.0", "-"]
     assert lines["layout"][-4:] == ["flashqla", "fla"] * 2
     assert shown.startswith("flashqla bench bwd\n")
     assert "\nms: median time of the backward pass alone, on what one forward pass saved.\n" in shown
@@ -240,7 +259,7 @@ def test_the_number_of_runs_that_agreed_is_told(make_run: Callable[..., Run], ve
 def test_markdown_has_the_same_cells(bench_run: Run) -> None:
     text = markdown(page(bench_run))
     assert "\n### 397B/122B TP8  h_k=2 h_v=8\n\n| layout | ms flashqla | ms fla | ms flashinfer |" in text
-    assert "\n| 28672+4096 | 0.2500\\* | 2.0000 | n/a\\[1\\] | 0.5000 | 8.00x | - |\n" in text
+    assert "\n| 28672+4096 | 0.2500\\* | 2.0000 | n/a\\[1\\] | 0.5000 | 4.0000 | 8.00x | - |\n" in text
     assert "\n- \\[3\\] flashinfer: oom, 20 GB asked, hint: pip install flashinfer\n" in text
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     assert len(tables) == 3
