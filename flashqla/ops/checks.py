@@ -1,4 +1,5 @@
-"""Arguments of the op -> Problem, or an error before anything is launched. The only judge of user input in `ops`.
+"""Arguments of the op -> Problem, or an error before anything is launched. The only judge of user input in `ops`: calls
+that are like one judged before (`ops.repeats`) come here for their offsets alone.
 
 Everything but the values of cu_seqlens is judged from shapes, dtypes and devices. Offsets on the host are read each
 time. Offsets on a GPU cost a synchronising read; its result stays on the tensor, for as long as PyTorch counts no write

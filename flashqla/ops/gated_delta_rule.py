@@ -1,8 +1,9 @@
 """The gated delta rule on tensors: public functions, what runs behind them, and their registration with torch.library.
 
-A call goes: arguments -> checks.Problem -> plan.Plan -> kernels, or the PyTorch chunk form. The dispatcher of PyTorch
-comes first only where someone listens to it (autograd, torch.compile, fake tensors, dispatch modes, transforms),
-because it takes 9 of the microseconds that an eager call has on the host.
+A call goes: arguments -> checks.Problem -> plan.Plan -> kernels, or the PyTorch chunk form. A forward call that comes
+again is launched from a recording (`ops.repeats`), because all of that takes longer than the launches. The dispatcher
+of PyTorch comes first only where someone listens to it (autograd, torch.compile, fake tensors, dispatch modes,
+transforms), because it takes 9 of the microseconds that an eager call has on the host.
 
 Names and shapes: `flashqla.ops`.
 """

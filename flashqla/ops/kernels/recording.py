@@ -39,7 +39,7 @@ class DLTensor(Structure):
 
 
 class View(NamedTuple):
-    """A tensor that a kernel gets: `offset` bytes behind an address of the run."""
+    """A tensor that a kernel gets: `offset` bytes behind one of the addresses of a run, by number."""
 
     address: int
     offset: int
@@ -60,6 +60,7 @@ class Table:
     """DLTensors of all views, and the calls that take them. Of one run at a time: kernels read it while other threads run."""
 
     def __init__(self, views: list[View], calls: list[Call], device: int) -> None:
+        self.places = [(view.address, view.offset) for view in views]
         self.tensors = (DLTensor * len(views))()
         self.addresses = memoryview(self.tensors).cast("B").cast("Q")[:: sizeof(DLTensor) // 8]  # each tensor's first word
         self.sizes = []  # the tensors point to them
@@ -79,14 +80,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Recording:
-    """Addresses of a run are those of the inputs that there are, of o, of scratch memory, and of the final state if it is asked for.
+    """Addresses of a run are those of the inputs that there are, of o, of the final state if it is asked for, and of scratch memory.
 
-    o and final_state are one element each, expanded: what to allocate, in the form for which that takes least time.
+    o, final_state and scratch are empty or one element expanded: like what there is to allocate.
     """
 
     views: list[View]
     calls: list[Call]
-    places: list[tuple[int, int]]  # of the views
     device: int
     o: Tensor
     final_state: Tensor | None
@@ -99,81 +99,81 @@ class Recording:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """o and the final state, as of `launch.forward`."""
+        # Sizes as Python numbers would take longer to hand over than the allocations take.
         o = torch.empty_like(self.o, memory_format=torch.contiguous_format)
         final_state = None
         if self.final_state is not None:
             final_state = torch.empty_like(self.final_state, memory_format=torch.contiguous_format)
         scratch = self.scratch.new_empty(self.scratch_bytes)
         offsets = self.offsets if cu_seqlens is None else launch._int32(cu_seqlens)
-        addresses = [x.data_ptr() for x in (q, k, v, g, beta, initial_state, o, scratch, final_state) if x is not None]
+        addresses = [x.data_ptr() for x in (q, k, v, g, beta, initial_state, o, final_state, scratch) if x is not None]
         try:
             table = self.free.pop()
         except IndexError:  # none yet, or as many runs at a time as there are tables
             table = Table(self.views, self.calls, self.device)
-        table.addresses[:] = array("Q", [addresses[n] + offset for n, offset in self.places])
+        table.addresses[:] = array("Q", [addresses[n] + offset for n, offset in table.places])
         for function, before, after in table.calls:
             function(*before, offsets, *after)
         self.free.append(table)
         return o, final_state
 
 
+class Memory:
+    """Finds where a tensor of the layout lies. What has a storage of its own, and is not known, is scratch memory."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        self.known = [x.untyped_storage() for x in known]
+        self.scratch: list[tuple[torch.UntypedStorage, int]] = []  # and where they begin
+        self.bytes = 0
+
+    def view(self, x: Tensor) -> View:
+        address, begin = self._find(x.untyped_storage())
+        return View(address, begin + x.storage_offset() * x.itemsize, tuple(x.shape), x.stride(), x.dtype)
+
+    def _find(self, storage: torch.UntypedStorage) -> tuple[int, int]:
+        for n, known in enumerate(self.known):
+            if known is storage:
+                return n, 0
+        for known, begin in self.scratch:
+            if known is storage:
+                return len(self.known), begin
+        begin = self.bytes
+        self.scratch.append((storage, begin))
+        self.bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        return len(self.known), begin
+
+
 def record(problem: Problem, plan: Plan) -> Recording | None:
-    """What `launch.forward` launches for a problem, or None if it would copy an input first.
+    """What `launch.forward` launches for a problem without h, or None if it would copy an input first.
 
-    q, k and v of a run must be aligned to 16 bytes, as all tensors are but slices of some. The problem has no h.
+    Laid out on tensors without memory, one for each input: in a call two of them may be one. q, k and v of a run must be aligned to 16 bytes.
     """
-    given = {name: x for name in INPUTS if (x := getattr(problem, name)) is not None}
-    blanks = {name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for name, x in given.items()}
-    offsets, batch_offsets = problem.cu_seqlens, None
-    if offsets is None:
-        offsets = batch_offsets = launch._kept_offsets(problem.batch, problem.tokens, problem.q.device)
-    offsets = torch.empty_like(offsets, device="meta")
-
-    launched: list[tuple[Any, tuple[Any, ...]]] = []
+    inputs = {
+        name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        for name in INPUTS
+        if (x := getattr(problem, name)) is not None
+    }
+    batch_offsets = None
+    if problem.cu_seqlens is None:
+        batch_offsets = launch._kept_offsets(problem.batch, problem.tokens, problem.q.device)
+    offsets = torch.empty_like(problem.cu_seqlens if batch_offsets is None else batch_offsets, device="meta")
+    launched: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def kernel(*key: Any) -> Callable[..., None]:
         return lambda *arguments: launched.append((launch._kernel(*key), arguments))
 
-    results = launch.forward(replace(problem, cu_seqlens=offsets, **blanks), plan, kernel=kernel)
-
-    storages = [x.untyped_storage() for x in (*blanks.values(), results.o)]
-    scratch_address = len(storages)
-    storages.append(None)
-    if results.final_state is not None:
-        storages.append(results.final_state.untyped_storage())
-    scratch: list[tuple[Any, int]] = []  # storages, and where they lie
-    size = 0
-
-    def view(x: Tensor) -> View:
-        nonlocal size
-        storage = x.untyped_storage()
-        places = [(n, 0) for n, known in enumerate(storages) if known is storage]
-        places += [(scratch_address, begin) for known, begin in scratch if known is storage]
-        if not places:
-            scratch.append((storage, size))
-            places = [(scratch_address, size)]
-            size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        address, begin = places[0]
-        return View(address, begin + x.storage_offset() * x.itemsize, tuple(x.shape), x.stride(), x.dtype)
-
+    results = launch.forward(replace(problem, cu_seqlens=offsets, **inputs), plan, kernel=kernel)
+    outputs = [x for x in (results.o, results.final_state) if x is not None]
+    memory = Memory([*inputs.values(), *outputs])
     calls = []
     for function, arguments in launched:
         at = next(n for n, x in enumerate(arguments) if isinstance(x, Tensor) and x.untyped_storage() is offsets.untyped_storage())
-        before, after = (
-            tuple(view(x) if isinstance(x, Tensor) else x for x in part) for part in (arguments[:at], arguments[at + 1 :])
-        )
-        calls.append(Call(function, before, after))
-    views = list(dict.fromkeys(x for call in calls for x in (*call.before, *call.after) if isinstance(x, View)))
-    if not {x.address for x in views}.issuperset(range(len(blanks))):
-        return None  # kernels would read a copy
-    return Recording(
-        views,
-        calls,
-        [(x.address, x.offset) for x in views],
-        problem.q.device.index or 0,
-        problem.v.new_empty(()).expand(results.o.shape),
-        None if results.final_state is None else problem.v.new_empty((), dtype=torch.float32).expand(results.final_state.shape),
-        problem.v.new_empty(0, dtype=torch.uint8),
-        size,
-        batch_offsets,
-    )
+        parts = (tuple(memory.view(x) if isinstance(x, Tensor) else x for x in part) for part in (arguments[:at], arguments[at + 1 :]))
+        calls.append(Call(function, *parts))
+    views = list(dict.fromkeys(x for call in calls for part in (call.before, call.after) for x in part if isinstance(x, View)))
+    if not {view.address for view in views}.issuperset(range(len(inputs))):
+        return None
+    o, *final_state = (problem.v.new_empty((), dtype=x.dtype).expand(x.shape) for x in outputs)
+    scratch = problem.v.new_empty(0, dtype=torch.uint8)
+    device = problem.q.device.index or 0
+    return Recording(views, calls, device, o, final_state[0] if final_state else None, scratch, memory.bytes, batch_offsets)
