@@ -271,7 +271,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     q, k, v, g, beta, _, initial_state, _, _, cu_seqlens, _, _, cu_seqlens_cpu = arguments
     facts = repeats.facts(*arguments)
     if facts is not None:
-        recording = repeats.find(facts, q.shape[1], cu_seqlens, cu_seqlens_cpu)
+        recording = repeats.find(facts, q, cu_seqlens, cu_seqlens_cpu)
         if recording is not None:
             offsets = None if cu_seqlens is None else checks.placed(cu_seqlens, q.device)
             results: tuple[Tensor, Tensor | None] = recording.run(q, k, v, g, beta, initial_state, offsets)

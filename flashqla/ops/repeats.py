@@ -64,11 +64,11 @@ def facts(
     # fmt: on
 
 
-def find(facts: Facts, tokens: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Any:
+def find(facts: Facts, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Any:
     """The recording for a call, or None. Raises ArgumentError for offsets with wrong values."""
     known = _known.get(facts)
-    if known is not None and cu_seqlens is not None:  # the arguments were judged, so that offsets can be read
-        known = _known.get((facts, checks.lengths(cu_seqlens, cu_seqlens_cpu, tokens, "cached")))
+    if known is not None and cu_seqlens is not None:  # arguments like these were judged, so that offsets can be read
+        known = _known.get((facts, checks.lengths(cu_seqlens, cu_seqlens_cpu, q.shape[1], "cached")))
     return None if known is None else known.recording
 
 

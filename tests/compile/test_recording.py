@@ -247,6 +247,24 @@ def test_wrong_offsets_are_refused_as_before(launches: Launches) -> None:
         assert_recorded(launches, arguments)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"q": torch.zeros(128)}, id="rank of q"),
+        pytest.param({"v": torch.zeros(())}, id="rank of v"),
+        pytest.param({"cu_seqlens": torch.zeros(2, 2)}, id="rank of cu_seqlens"),
+        pytest.param({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, id="no offsets"),
+        pytest.param({"cu_seqlens_cpu": torch.tensor([0, 133])}, id="a hint alone"),
+        pytest.param({"scale": [1.0]}, id="scale"),
+    ],
+)
+def test_wrong_arguments_are_refused_beside_recordings(launches: Launches, changes: dict[str, Any]) -> None:
+    assert_recorded(launches, drawn())
+    for _ in range(3):
+        with pytest.raises(ArgumentError):
+            chunk_gated_delta_rule(**drawn() | changes)
+
+
 def test_an_input_that_kernels_cannot_read_in_place_is_copied_each_time(launches: Launches) -> None:
     """By its strides, or by its address."""
     odd = torch.zeros(1, 133, HK, 129, dtype=torch.bfloat16)[..., :128]
