@@ -1,4 +1,5 @@
-"""Arguments of the op -> Problem, or an error before anything is launched. The only judge of user input in `ops`.
+"""Arguments of the op -> Problem, or an error before anything is launched. The only judge of user input in `ops`: calls
+that are like one judged before (`ops.repeats`) come here for their offsets alone.
 
 Everything but the values of cu_seqlens is judged from shapes, dtypes and devices. Offsets on the host are read each
 time. Offsets on a GPU cost a synchronising read; its result stays on the tensor, for as long as PyTorch counts no write
@@ -151,8 +152,8 @@ def problem(
     if cu_seqlens is None:
         seqlens = None if read == "never" else (tokens,) * batch
     else:
-        seqlens = _lengths(cu_seqlens, cu_seqlens_cpu, tokens, read)
-        cu_seqlens = _placed(cu_seqlens, device)
+        seqlens = lengths(cu_seqlens, cu_seqlens_cpu, tokens, read)
+        cu_seqlens = placed(cu_seqlens, device)
     return Problem(
         q,
         k,
@@ -255,7 +256,7 @@ def _judge_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, batch: int
         )
 
 
-def _lengths(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int, read: Read) -> tuple[int, ...] | None:
+def lengths(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int, read: Read) -> tuple[int, ...] | None:
     """Tokens of every sequence, or None where they are not to be had without a read that is not allowed."""
     if read == "never" or cu_seqlens.is_meta:
         return None
@@ -308,7 +309,7 @@ def _checked(offsets: list[int], tokens: int) -> tuple[int, ...]:
     return seqlens
 
 
-def _placed(cu_seqlens: Tensor, device: torch.device) -> Tensor:
+def placed(cu_seqlens: Tensor, device: torch.device) -> Tensor:
     """Offsets on `device`, contiguous."""
     if cu_seqlens.device != device:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,15 +1,16 @@
 """The gated delta rule on tensors: public functions, what runs behind them, and their registration with torch.library.
 
-A call goes: arguments -> checks.Problem -> plan.Plan -> kernels, or the PyTorch chunk form. The dispatcher of PyTorch
-comes first only where someone listens to it (autograd, torch.compile, fake tensors, dispatch modes, transforms),
-because it takes 9 of the microseconds that an eager call has on the host.
+A call goes: arguments -> checks.Problem -> plan.Plan -> kernels, or the PyTorch chunk form. A forward call that comes
+again is launched from a recording (`ops.repeats`), because all of that takes longer than the launches. The dispatcher
+of PyTorch comes first only where someone listens to it (autograd, torch.compile, fake tensors, dispatch modes,
+transforms), because it takes 9 of the microseconds that an eager call has on the host.
 
 Names and shapes: `flashqla.ops`.
 """
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from torch.autograd import forward_ad
 
 from flashqla.device import HOPPER
 from flashqla.errors import ArgumentError, UnsupportedError
-from flashqla.ops import checks, plan
+from flashqla.ops import checks, plan, repeats
 from flashqla.ops.checks import Problem
 from flashqla.ops.plan import CHUNK, HEAD_DIM, Plan
 from flashqla.reference.backward import chunk_gated_delta_rule_backward, gate_of_sums
@@ -107,8 +108,7 @@ def chunk_gated_delta_rule(
     if _someone_listens(q, k, v, g, beta, initial_state):
         o, final_state = torch.ops.flashqla.gated_delta_rule(*arguments)
         return o, final_state if output_final_state else None
-    _, _, o, _, final_state = _run(checks.problem(*arguments))
-    return o, final_state
+    return _forward(*arguments)
 
 
 def chunk_gated_delta_rule_fwd(
@@ -266,6 +266,23 @@ def _someone_listens(*tensors: Tensor | None) -> bool:
     return any(x is not None and (type(x) is not Tensor or x.is_meta or (grad and x.requires_grad)) for x in tensors)
 
 
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """o and the final state, from the launches of an earlier call like this one where there was one."""
+    q, k, v, g, beta, _, initial_state, _, _, cu_seqlens, _, _, cu_seqlens_cpu = arguments
+    facts = repeats.facts(*arguments)
+    if facts is not None:
+        recording = repeats.find(facts, q, cu_seqlens, cu_seqlens_cpu)
+        if recording is not None:
+            offsets = None if cu_seqlens is None else checks.placed(cu_seqlens, q.device)
+            results: tuple[Tensor, Tensor | None] = recording.run(q, k, v, g, beta, initial_state, offsets)
+            return results
+    problem = checks.problem(*arguments)
+    _, _, o, _, final_state = _run(problem)
+    if facts is not None:
+        repeats.keep(facts, problem, _plan(problem))
+    return o, final_state
+
+
 def _run(problem: Problem, for_backward: bool = False) -> ForwardResults:
     """Run a problem. The first two results mean something with `for_backward` alone. `h` has as many chunks as the
     lengths need, or as many as `problem.chunks`."""
@@ -277,7 +294,7 @@ def _run(problem: Problem, for_backward: bool = False) -> ForwardResults:
         return _without_tokens(p)
     if chosen.implementation == "tilelang":
         launch, _ = _kernels()
-        with torch.cuda.device(p.q.device):
+        with _on(p.q.device):
             result = launch.forward(p, chosen, for_backward)
     else:
         _refuse_capture(p.q, chosen.why)
@@ -295,7 +312,7 @@ def _run_backward(
     """Gradients of a problem. saved: cumulative gate and A of the forward pass; then problem.g is that gate too."""
     p, chosen = problem, _plan(problem, "backward")
     if chosen.implementation == "tilelang" and p.batch * p.tokens > 0:
-        with torch.cuda.device(p.q.device):
+        with _on(p.q.device):
             gradients: Gradients = _backward_kernels().backward(p, chosen, do, dht, saved, _device_facts(p.q.device)[1])
             return gradients
     if chosen.implementation == "torch":
@@ -307,6 +324,11 @@ def _run_backward(
         return chunk_gated_delta_rule_backward(p.q, p.k, p.v, g, p.beta, do, dht, p.scale, p.initial_state,
                                                p.cu_seqlens, p.state_v_first, p.l2norm)
         # fmt: on
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one. PyTorch's own context takes its time even where it already is."""
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def _without_tokens(problem: Problem) -> ForwardResults:
@@ -402,7 +424,7 @@ def _capturing(q: Tensor) -> bool:
 
 
 def _op(*arguments: Any) -> tuple[Tensor, Tensor]:
-    _, _, o, _, final_state = _run(checks.problem(*arguments))
+    o, final_state = _forward(*arguments)
     # Autograd forbids in-place changes of results that are views, which `data` is not.
     return o.data, _or_empty(final_state, o).data
 

@@ -1,4 +1,5 @@
-"""TileLang kernels, one file each, and `launch`, which runs them. Nothing outside this folder knows TileLang.
+"""TileLang kernels, one file each, and `launch`, which runs them, or `recording` again. Nothing outside this folder knows
+TileLang.
 
 Kernels trust their caller: `ops.checks` has judged the arguments, `ops.plan` has chosen the tiles. Lengths of sequences
 come from cu_seqlens on the device alone.

@@ -3,6 +3,7 @@
 Arguments are right when they get here (`ops.checks`), and what to run is decided (`ops.plan`).
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from importlib import import_module
@@ -40,16 +41,21 @@ def _kernel(name: str, *arguments: Any) -> Any:
     with _tracing:
         builder = _builder(name)
         program = builder.get_tir(*arguments)
-    return tilelang.compile(program, target=builder.target, pass_configs=builder.pass_configs)
+    return _function(tilelang.compile(program, target=builder.target, pass_configs=builder.pass_configs))
 
 
-def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
+def _function(kernel: Any) -> Callable[..., None]:
+    """What launches a compiled kernel. Calling TileLang's object does the same 7 us later: it looks for outputs to allocate."""
+    return kernel.adapter.get_exportable_executable()["main"]
+
+
+def forward(problem: Problem, plan: Plan, output_g: bool = False, kernel: Callable[..., Any] | None = None) -> Forward:
     """Run the forward kernels on the current stream of q's device. At least one token. Never waits for the GPU.
 
     output_g: whether to write the cumulative gate and the inverse without beta, which only a backward pass needs. Without it, A holds
-    the inverse with beta in its columns, as the kernels use it.
+    the inverse with beta in its columns, as the kernels use it. kernel: in place of `_kernel`.
     """
-    p = problem
+    p, kernel = problem, kernel or _kernel
     q, k, v = _rows(p.q), _rows(p.k), _rows(p.v)
     g, beta = None if p.g is None else p.g.flatten(0, 1), p.beta.flatten(0, 1)
     tokens, hv, sequences = q.shape[0], p.hv, p.sequences
@@ -66,7 +72,7 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
     initial = nothing if p.initial_state is None else _key_first(p, p.initial_state)
 
     dtype = DTYPES[q.dtype]
-    inverse = _kernel("inverse", dtype, DTYPES[beta.dtype if g is None else g.dtype], DTYPES[beta.dtype], p.l2norm)
+    inverse = kernel("inverse", dtype, DTYPES[beta.dtype if g is None else g.dtype], DTYPES[beta.dtype], p.l2norm)
     # fmt: off
     def invert(A: Tensor, has_beta: bool) -> None:
         inverse(
@@ -84,11 +90,11 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False) -> Forward:
         states = records.new_empty((slots, hv, HEAD_DIM, HEAD_DIM))
         transitions = q.new_empty(states.shape)
         forgets = records.new_empty((slots, hv), dtype=torch.int32)
-        _kernel("summary", dtype, DTYPES[initial.dtype])(
+        kernel("summary", dtype, DTYPES[initial.dtype])(
             k, v, A, records, offsets, initial, states, transitions, forgets, hv // p.hk, step, segments, int(p.initial_state is not None),
         )
-        _kernel("scan", dtype)(offsets, states, transitions, forgets, tokens, step, segments, sequences)
-    _kernel("forward", plan.v_tile, dtype, DTYPES[initial.dtype], p.output_h)(
+        kernel("scan", dtype)(offsets, states, transitions, forgets, tokens, step, segments, sequences)
+    kernel("forward", plan.v_tile, dtype, DTYPES[initial.dtype], p.output_h)(
         q, k, v, A, records, offsets, initial, o, nothing if final_state is None else _key_first(p, final_state),
         None if h is None else _key_first(p, h).flatten(0, 1), states, p.scale, hv // p.hk, step, segments,
         int(p.initial_state is not None), int(p.output_final_state),
@@ -134,9 +140,11 @@ def _offsets(problem: Problem) -> tuple[Tensor, int]:
     """Offsets as int32 on the device, and the distance from one to the next: of int64 the low words are taken."""
     if problem.cu_seqlens is None:
         return _even_offsets(problem.batch, problem.tokens, problem.q.device), 1
-    if problem.cu_seqlens.dtype == torch.int64:
-        return problem.cu_seqlens.view(torch.int32), 2
-    return problem.cu_seqlens, 1
+    return _int32(problem.cu_seqlens), 2 if problem.cu_seqlens.dtype == torch.int64 else 1
+
+
+def _int32(cu_seqlens: Tensor) -> Tensor:
+    return cu_seqlens.view(torch.int32) if cu_seqlens.dtype == torch.int64 else cu_seqlens
 
 
 def _even_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:

@@ -1,0 +1,102 @@
+"""Calls like an earlier one: what makes calls alike, and what is kept of those that come again.
+
+A call that is known needs no checks but those of its offsets, no plan and no layout. So all that these depend on is
+among the facts that make calls alike, and the values of offsets are looked at each time.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashqla.ops import checks
+from flashqla.ops.checks import Problem
+from flashqla.ops.plan import Plan
+
+Facts = tuple[Hashable, ...]
+MOST = 1024  # kinds of calls; the oldest goes
+# Recording takes as long as several calls, which those with sizes that never come again need not pay.
+RECORDED_CALL = 2
+
+
+@dataclass
+class _Known:
+    calls: int = 0
+    recording: Any = None
+
+
+_known: dict[Hashable, _Known] = {}  # by facts, and for packs also by facts and lengths
+_keeping = Lock()
+
+
+def facts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    l2norm: bool,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    auto_cp: bool,
+    cu_seqlens_cpu: Tensor | None,
+) -> Facts | None:
+    """What makes calls alike: all but the values in tensors. None for a call that must not be run from a recording."""
+    if not _launchable(q) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # tensor copy engines want 16 bytes
+        return None
+    # fmt: off
+    return (
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+        beta.shape, beta.stride(), beta.dtype, beta.device,
+        None if g is None else (g.shape, g.stride(), g.dtype, g.device),
+        _facts(initial_state), _facts(cu_seqlens), _facts(cu_seqlens_cpu),
+        scale or str(scale),  # the string, because 0.0 == -0.0
+        output_final_state, l2norm, state_v_first, auto_cp,
+    )
+    # fmt: on
+
+
+def find(facts: Facts, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Any:
+    """The recording for a call, or None. Raises ArgumentError for offsets with wrong values."""
+    known = _known.get(facts)
+    if known is not None and cu_seqlens is not None:  # arguments like these were judged, so that offsets can be read
+        known = _known.get((facts, checks.lengths(cu_seqlens, cu_seqlens_cpu, q.shape[1], "cached")))
+    return None if known is None else known.recording
+
+
+def keep(facts: Facts, problem: Problem, plan: Plan) -> None:
+    """Note a call that has been run, and record it if it came again."""
+    if plan.implementation == "torch" or problem.batch * problem.tokens == 0:
+        return
+    with _keeping:
+        known = _noted(facts)
+        if problem.cu_seqlens is not None:
+            known = _noted((facts, problem.seqlens))
+        known.calls += 1
+        if known.calls == RECORDED_CALL:
+            from flashqla.ops.kernels.recording import record  # there is TileLang, or the plan would be PyTorch's
+
+            known.recording = record(problem, plan)
+
+
+def _noted(key: Hashable) -> _Known:
+    if key not in _known and len(_known) >= MOST:
+        del _known[next(iter(_known))]
+    return _known.setdefault(key, _Known())
+
+
+def _launchable(q: Tensor) -> bool:
+    """Whether q is on the current device, and nothing is captured: a graph would outlive what a recording holds."""
+    return q.is_cuda and torch.cuda.current_device() == q.get_device() and not torch.cuda.is_current_stream_capturing()
+
+
+def _facts(x: Tensor | None) -> Facts | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)

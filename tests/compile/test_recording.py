@@ -1,0 +1,330 @@
+"""Calls that come again: launched from a recording, with the arguments that laying them out anew would give. Compiles
+nothing, and launches nothing: kernels are replaced, and tensors are on the CPU."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashqla.errors import ArgumentError
+from flashqla.ops import checks, chunk_gated_delta_rule, gated_delta_rule, plan, repeats
+from flashqla.ops.kernels import launch, recording
+
+HK, HV = 2, 4
+DTYPES = {codes: dtype for dtype, codes in recording.DTYPES.items()}
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tensor as a kernel gets it."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    recorded: bool = False
+
+    @property
+    def end(self) -> int:
+        return (
+            self.address
+            + (1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))) * self.dtype.itemsize
+        )
+
+
+def seen(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return Seen(x.data_ptr(), tuple(x.shape), x.stride(), x.dtype)
+    if isinstance(x, c_void_p):
+        tensor = recording.DLTensor.from_address(x.value)
+        shape, strides = (tuple((c_int64 * tensor.ndim).from_address(at)) for at in (tensor.shape, tensor.strides))
+        assert (tensor.device_type, tensor.lanes, tensor.byte_offset) == (recording.CUDA, 1, 0)
+        return Seen(tensor.data, shape, strides, DTYPES[tensor.type_code, tensor.bits], recorded=True)
+    return x
+
+
+Launches = list[tuple[tuple[Any, ...], list[Any]]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """What a Hopper GPU would be asked to run: kernels and their arguments."""
+    launched: Launches = []
+
+    def kernel(*key: Any) -> Callable[..., None]:
+        return lambda *arguments: launched.append((key, [seen(x) for x in arguments]))
+
+    def planned(problem: checks.Problem) -> plan.Plan:
+        dtype = checks.DTYPES[problem.q.dtype]
+        return plan.make(hv=problem.hv, seqlens=problem.seqlens, dtype=dtype, auto_cp=problem.auto_cp)
+
+    monkeypatch.setattr(launch, "_kernel", kernel)
+    monkeypatch.setattr(gated_delta_rule, "_plan", planned)
+    monkeypatch.setattr(gated_delta_rule, "_on", lambda device: nullcontext())
+    monkeypatch.setattr(repeats, "_launchable", lambda q: True)
+    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return launched
+
+
+def drawn(tokens: int = 133, batch: int = 1, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
+    q, k = (torch.zeros(batch, tokens, HK, 128, dtype=dtype) for _ in range(2))
+    v = torch.zeros(batch, tokens, HV, 128, dtype=dtype)
+    g, beta = (torch.zeros(batch, tokens, HV) for _ in range(2))
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta, "output_final_state": True} | changes
+
+
+def split_heads() -> dict[str, Any]:
+    """q, k and v as slices of one tensor, as a projection gives them."""
+    qkv = torch.zeros(1, 133, (2 * HK + HV) * 128, dtype=torch.bfloat16)
+    q, k, v = (x.unflatten(-1, (-1, 128)) for x in qkv.split((HK * 128, HK * 128, HV * 128), dim=-1))
+    return {"q": q, "k": k, "v": v}
+
+
+CALLS = [
+    pytest.param(dict, id="one sequence"),
+    pytest.param(lambda: {"tokens": 65, "batch": 3}, id="batch"),
+    pytest.param(lambda: {"tokens": 20000}, id="split"),
+    pytest.param(lambda: {"dtype": torch.float16, "g": None, "output_final_state": False}, id="nothing optional"),
+    pytest.param(split_heads, id="slices"),
+    pytest.param(lambda: {"cu_seqlens": torch.tensor([0, 130, 133], dtype=torch.int32)}, id="pack"),
+    pytest.param(
+        lambda: {
+            "cu_seqlens": torch.tensor([0, 130, 133]),
+            "initial_state": torch.zeros(2, HV, 128, 128, dtype=torch.bfloat16),
+            "state_v_first": True,
+            "use_qk_l2norm_in_kernel": True,
+            "scale": 2,
+        },
+        id="int64 offsets, initial state",
+    ),
+]
+
+
+def name_addresses(launched: Launches, inputs: dict[str, Any], results: tuple[Tensor, Tensor | None]) -> Launches:
+    """Arguments with names in place of addresses, which differ from call to call. Scratch tensors are numbered."""
+    known = {x.data_ptr(): name for name, x in inputs.items() if isinstance(x, Tensor)}
+    known |= {x.data_ptr(): name for name, x in zip(("o", "final_state"), results, strict=True) if x is not None}
+
+    def named(x: Any) -> Any:
+        if not isinstance(x, Seen):
+            return x
+        return known.setdefault(x.address, f"scratch {len(known)}"), x.shape, x.strides, x.dtype
+
+    return [(key, [named(x) for x in arguments]) for key, arguments in launched]
+
+
+def run(launches: Launches, arguments: dict[str, Any]) -> tuple[Launches, tuple[Tensor, Tensor | None]]:
+    launches.clear()
+    results = chunk_gated_delta_rule(**arguments)
+    return list(launches), results
+
+
+def recorded(launched: Launches) -> bool:
+    return any(isinstance(x, Seen) and x.recorded for _, arguments in launched for x in arguments)
+
+
+def assert_recorded(launches: Launches, arguments: dict[str, Any]) -> None:
+    assert [recorded(run(launches, arguments)[0]) for _ in range(3)][-1]
+
+
+@pytest.mark.parametrize("changes", CALLS)
+def test_the_third_call_launches_what_the_first_did(launches: Launches, changes: Callable[[], dict[str, Any]]) -> None:
+    calls = [drawn(**changes()) for _ in range(4)]  # all tensors are new each time
+    ran = [run(launches, arguments) for arguments in calls]
+    assert [recorded(launched) for launched, _ in ran] == [False, False, True, True]
+    first, *others = (name_addresses(launched, x, results) for x, (launched, results) in zip(calls, ran, strict=True))
+    for other in others:
+        assert other == first
+    for _, (o, final_state) in ran:
+        assert (o.shape, o.dtype, o.is_contiguous()) == (calls[0]["v"].shape, calls[0]["v"].dtype, True)
+        assert (final_state is None) == (not calls[0]["output_final_state"])
+        if final_state is not None:
+            assert (final_state.dtype, final_state.is_contiguous()) == (torch.float32, True)
+            assert final_state.shape == ran[0][1][1].shape
+
+
+@pytest.mark.parametrize("changes", CALLS)
+def test_tensors_of_a_recording_do_not_overlap(launches: Launches, changes: Callable[[], dict[str, Any]]) -> None:
+    arguments = drawn(**changes())
+    launched, (o, _) = [run(launches, arguments) for _ in range(3)][-1]
+    given = [x.data_ptr() for x in arguments.values() if isinstance(x, Tensor)]
+    tensors = {x for _, seen in launched for x in seen if isinstance(x, Seen) and x.recorded and x.address not in given}
+    assert o.data_ptr() in {x.address for x in tensors}
+    tensors = {x for x in tensors if any(x.strides)}  # what stands for a state that is not there lies on another
+    ordered = sorted(tensors, key=lambda x: x.address)
+    for x, y in pairwise(ordered):
+        assert x.end <= y.address or x.address == y.address
+    assert all(x.address % 16 == 0 for x in tensors)
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+BASE = drawn(
+    initial_state=torch.zeros(2, HV, 128, 128),
+    cu_seqlens=torch.tensor([0, 130, 133], dtype=torch.int32),
+    cu_seqlens_cpu=None,
+    scale=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            pytest.param({name: transposed(BASE[name])}, id=f"strides of {name}")
+            for name in ("q", "k", "v", "g", "beta")
+        ),
+        *(
+            pytest.param({name: BASE[name].bfloat16()}, id=f"dtype of {name}")
+            for name in ("g", "beta", "initial_state")
+        ),
+        pytest.param({name: BASE[name].half() for name in ("q", "k", "v")}, id="dtype of q, k and v"),
+        pytest.param({"initial_state": BASE["initial_state"].transpose(2, 3)}, id="strides of initial_state"),
+        pytest.param({"initial_state": None}, id="no initial_state"),
+        pytest.param({"g": None}, id="no g"),
+        pytest.param({"k": BASE["k"][:, :, :1].expand_as(BASE["k"])}, id="stride 0"),
+        pytest.param({name: BASE[name][:, :, :1] for name in ("q", "k")}, id="key heads"),
+        pytest.param({"cu_seqlens": BASE["cu_seqlens"].long()}, id="dtype of cu_seqlens"),
+        pytest.param({"cu_seqlens": None, "initial_state": None}, id="no cu_seqlens"),
+        pytest.param({"cu_seqlens_cpu": BASE["cu_seqlens"].clone()}, id="cu_seqlens_cpu"),
+        pytest.param({"output_final_state": False}, id="output_final_state"),
+        pytest.param({"use_qk_l2norm_in_kernel": True}, id="l2norm"),
+        pytest.param({"state_v_first": True}, id="state_v_first"),
+        pytest.param({"auto_cp": False}, id="auto_cp"),
+        pytest.param({"scale": None}, id="scale"),
+    ],
+)
+def test_calls_that_differ_share_no_recording(launches: Launches, changes: dict[str, Any]) -> None:
+    assert_recorded(launches, BASE)
+    launched, _ = run(launches, BASE | changes)
+    assert not recorded(launched)
+
+
+def test_the_sign_of_a_zero_scale_is_kept(launches: Launches) -> None:
+    assert_recorded(launches, drawn(scale=0.0))
+    launched, _ = run(launches, drawn(scale=-0.0))
+    assert not recorded(launched)
+
+
+def test_new_offsets_in_a_tensor_are_seen(launches: Launches) -> None:
+    """The values choose the plan, which is not kept for others."""
+    cu_seqlens = torch.tensor([0, 64, 20000], dtype=torch.int32)
+    arguments = drawn(tokens=20000, cu_seqlens=cu_seqlens)
+    before = [run(launches, arguments)[0] for _ in range(3)][-1]
+    assert recorded(before)
+    assert len(before) == 4
+    cu_seqlens[1:-1] = 10000
+    after, results = run(launches, arguments)
+    assert not recorded(after)
+    fresh = arguments | {"cu_seqlens": cu_seqlens.clone()}
+    anew, others = run(launches, fresh)
+    assert name_addresses(after, arguments, results) == name_addresses(anew, fresh, others)
+
+
+def test_wrong_offsets_are_refused_as_before(launches: Launches) -> None:
+    cu_seqlens = torch.tensor([0, 130, 133], dtype=torch.int32)
+    arguments = drawn(cu_seqlens=cu_seqlens)
+    assert_recorded(launches, arguments)
+    for wrong in ([0, 130, 134], [0, 130, 120], [1, 130, 133]):
+        cu_seqlens.copy_(torch.tensor(wrong))
+        with pytest.raises(ArgumentError) as again:
+            chunk_gated_delta_rule(**arguments)
+        repeats._known.clear()
+        with pytest.raises(ArgumentError) as first:
+            chunk_gated_delta_rule(**arguments)
+        assert str(again.value) == str(first.value)
+        cu_seqlens.copy_(torch.tensor([0, 130, 133]))
+        assert_recorded(launches, arguments)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"q": torch.zeros(128)}, id="rank of q"),
+        pytest.param({"v": torch.zeros(())}, id="rank of v"),
+        pytest.param({"cu_seqlens": torch.zeros(2, 2)}, id="rank of cu_seqlens"),
+        pytest.param({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, id="no offsets"),
+        pytest.param({"cu_seqlens_cpu": torch.tensor([0, 133])}, id="a hint alone"),
+        pytest.param({"scale": [1.0]}, id="scale"),
+    ],
+)
+def test_wrong_arguments_are_refused_beside_recordings(launches: Launches, changes: dict[str, Any]) -> None:
+    assert_recorded(launches, drawn())
+    for _ in range(3):
+        with pytest.raises(ArgumentError):
+            chunk_gated_delta_rule(**drawn() | changes)
+
+
+def test_an_input_that_kernels_cannot_read_in_place_is_copied_each_time(launches: Launches) -> None:
+    """By its strides, or by its address."""
+    odd = torch.zeros(1, 133, HK, 129, dtype=torch.bfloat16)[..., :128]
+    shifted = torch.zeros(133 * HK * 128 + 8, dtype=torch.bfloat16)[1:][: 133 * HK * 128].view(1, 133, HK, 128)
+    heads_first = torch.zeros(2, HK, 133, 128, dtype=torch.bfloat16).transpose(1, 2)
+    for q in (odd, shifted, heads_first):
+        arguments = drawn(batch=q.shape[0], q=q)
+        for _ in range(4):
+            launched, _ = run(launches, arguments)
+            assert not recorded(launched)
+            assert launched[0][1][0].address != q.data_ptr()
+
+
+def test_aligned_calls_are_not_used_for_others(launches: Launches) -> None:
+    arguments = drawn()
+    assert_recorded(launches, arguments)
+    storage = torch.zeros(133 * HK * 128 + 8, dtype=torch.bfloat16)
+    launched, _ = run(launches, arguments | {"q": storage[1:][: 133 * HK * 128].view(1, 133, HK, 128)})
+    assert not recorded(launched)
+
+
+def test_a_run_inside_a_run_has_addresses_of_its_own(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread's would be: while kernels are launched, others run."""
+    outer, inner = drawn(), drawn()
+    pending: list[dict[str, Any]] = []
+    inner_results = []
+    kernel = launch._kernel
+
+    def interrupted(*key: Any) -> Callable[..., None]:
+        def launched(*arguments: Any) -> None:
+            if pending:
+                inner_results.append(chunk_gated_delta_rule(**pending.pop()))
+            kernel(*key)(*arguments)
+
+        return launched
+
+    monkeypatch.setattr(launch, "_kernel", interrupted)
+    for _ in range(3):
+        run(launches, outer)
+    pending.append(inner)
+    launched, results = run(launches, outer)
+    assert [key[0] for key, _ in launched] == ["inverse", "forward"] * 2
+    assert recorded(launched[:2])
+    assert recorded(launched[2:])
+    assert name_addresses(launched[:2], inner, inner_results[0]) == name_addresses(launched[2:], outer, results)
+
+
+def test_one_tensor_in_two_places_may_be_two_the_next_time(launches: Launches) -> None:
+    q = torch.zeros(1, 133, HK, 128, dtype=torch.bfloat16)
+    assert_recorded(launches, drawn(q=q, k=q))
+    arguments = drawn()
+    launched, _ = run(launches, arguments)
+    assert recorded(launched)
+    assert [x.address for x in launched[0][1][:2]] == [arguments["q"].data_ptr(), arguments["k"].data_ptr()]
+
+
+def test_few_calls_are_kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "MOST", 3)
+    for tokens in range(1, 9):
+        for _ in range(3):
+            launched, _ = run(launches, drawn(tokens=tokens))
+        assert recorded(launched)
+        assert len(repeats._known) <= 3
