@@ -215,13 +215,16 @@ def kinds(scale: Any, head_first: bool, **tensors: Any) -> None:
 def settings(scale: Any, **flags: Any) -> tuple[float | None, list[bool]]:
     """scale, which `kinds` has judged, as a float, and flags as bools, in order: what the schema of the op would make
     of them, whether or not the call goes through it. Raises ArgumentError for a flag that is something else."""
-    for name, x in flags.items():
-        if type(x) is not bool and not isinstance(x, FLAGS):
-            given = _describe(**{name: x}) if isinstance(x, Tensor) else f"{name} = {x!r}"
-            raise ArgumentError(f"{name} must be True or False", given=given)
     if scale is not None and type(scale) not in (float, torch.SymFloat):
         scale = float(scale)
-    return scale, [bool(x) for x in flags.values()]
+    values = list(flags.values())
+    if {*map(type, values)} == {bool}:  # nearly always, and most of the time of the rest
+        return scale, values
+    for name, x in flags.items():
+        if not isinstance(x, FLAGS):
+            given = _describe(**{name: x}) if isinstance(x, Tensor) else f"{name} = {x!r}"
+            raise ArgumentError(f"{name} must be True or False", given=given)
+    return scale, [bool(x) for x in values]
 
 
 class _Lengths:
