@@ -143,7 +143,7 @@ class Flashqla:
     def _plans(self, case: Case) -> list[planning.Plan]:
         """Of the forward and the backward pass, on Hopper."""
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        sizes = {"hk": case.hk, "hv": case.hv, "seqlens": case.lengths, "dtype": case.dtype, "sm_count": sms}
+        sizes = {"hv": case.hv, "seqlens": case.lengths, "dtype": case.dtype, "sm_count": sms}
         return [planning.make(**sizes, direction=direction) for direction in ("forward", "backward")]
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:

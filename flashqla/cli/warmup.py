@@ -5,19 +5,28 @@ import time
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from flashqla import device
+from flashqla.cases import suite
 from flashqla.cli import console, options
 from flashqla.errors import EnvironmentProblem
 
 EXAMPLES = """\b
 Examples:
   flashqla warmup --target sm_90a --dtype bfloat16 --dtype float16
-  flashqla warmup --heads 2,8
+  flashqla warmup fwd --heads 2,8
 """
+OneWay = Literal["fwd", "bwd"]
+SUITES: dict[OneWay, str] = {"fwd": "qwen", "bwd": "bwd"}  # whose head counts and layouts the peers are compiled for
+
+
+class Direction(StrEnum):
+    fwd = "fwd"
+    bwd = "bwd"
+    both = "fwd+bwd"
 
 
 class DType(StrEnum):
@@ -30,6 +39,9 @@ class Target(StrEnum):
 
 
 def warmup(
+    direction: Annotated[
+        Direction, typer.Argument(help="What to compile: for inference (fwd), gradients (bwd), or both.")
+    ] = Direction.both,
     dtype: Annotated[list[DType] | None, typer.Option("--dtype", help="Of q, k and v. Repeatable.")] = None,
     target: Annotated[
         Target | None, typer.Option("--target", help="Compile our kernels for it, without a GPU and without the peers.")
@@ -39,7 +51,9 @@ def warmup(
 ) -> None:
     """Compile everything ahead: our kernels, and those of the installed peers.
 
-    Peers are compiled for the head counts and layouts of suite qwen, which takes minutes; --heads keeps some of them.
+    Ours are few, whatever the sizes, for gates and states in float32 and beta in float32 or the dtype of q. Peers are
+    compiled for the head counts and layouts of suites qwen (fwd) and bwd (bwd), which takes minutes; --heads keeps some
+    of them.
 
     Kernels are kept on disk, ours in TILELANG_CACHE_DIR. An image for machines with a Hopper GPU can be built on a
     machine without one: set that variable, run this with --target sm_90a, and ship the folder.
@@ -51,10 +65,11 @@ def warmup(
         found = card.name if card else "no GPU"
         do = "flashqla warmup --target sm_90a compiles for one"
         raise EnvironmentProblem("no Hopper GPU here", given=found, do=do)
-    cases = options.chosen_cases(["qwen"], heads=heads)
+    directions: list[OneWay] = [one for one in SUITES if one in direction.split("+")]
+    cases = options.chosen_cases([SUITES[one] for one in directions], heads=heads)
     progress = console.Progress() if quiet else console.Lines()
     with console.results_only():
-        _our_kernels(dtypes, progress)
+        _our_kernels(dtypes, directions, progress)
         folders = {"TILELANG_CACHE_DIR": os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache"}
         if target is None:
             from flashqla import backends, runner  # and with them torch
@@ -64,15 +79,17 @@ def warmup(
             for peer in peers:
                 if reason := peer.missing():
                     progress.tell(f"{peer.name} is left out: {reason}", False)
-            wanted = [replace(case, dtype=name.value) for name in dtypes for case in cases]
-            runner.warm_up(wanted, peers, "cuda", watch=Watch(progress.tell), always=True)
+            for one in directions:
+                of_suite = {*suite(SUITES[one])}
+                wanted = [replace(case, dtype=name.value) for name in dtypes for case in cases if case in of_suite]
+                runner.warm_up(wanted, peers, "cuda", direction=one, watch=Watch(progress.tell), always=True)
             folders["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
     console.result(f"ready in {time.perf_counter() - begin:.0f} s")
     for variable, folder in folders.items():
         console.result(f"{variable:<20}{folder}")
 
 
-def _our_kernels(dtypes: tuple[DType, ...], progress: console.Progress) -> None:
+def _our_kernels(dtypes: tuple[DType, ...], directions: list[OneWay], progress: console.Progress) -> None:
     if device.nvcc() is None:
         do = "pip install 'flashqla[nvcc]', or set CUDA_HOME to a CUDA toolkit"
         raise EnvironmentProblem("there is no CUDA compiler", given="nvcc not found", do=do)
@@ -84,5 +101,5 @@ def _our_kernels(dtypes: tuple[DType, ...], progress: console.Progress) -> None:
     for number, dtype in enumerate(dtypes):
         begin = time.perf_counter()
         progress.tell(f"compiling our kernels for {dtype}, {len(dtypes) - number} dtypes left", True)
-        launch.compile_all((dtype.value,))
+        launch.compile_all((dtype.value,), directions)
         progress.tell(f"compiled our kernels for {dtype} in {time.perf_counter() - begin:.0f} s", False)

@@ -10,9 +10,10 @@ choose tiles and reject nonsense, while kernels take addresses from the device's
 import weakref
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, NoReturn
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ GATE_DTYPES = {dtype: tuple(x for x in DTYPES if x != torch.float64 or dtype == 
 OFFSET_DTYPES = (torch.int32, torch.int64)
 # What a number may be: Real covers NumPy's too, and torch.compile may trace one as a symbol.
 NUMBERS = (type(None), float, int, Real, torch.SymFloat, torch.SymInt)
+FLAGS = (type(None), Integral, numpy.bool_, torch.SymBool)  # bool and int are Integral
 OPTIONAL = {"g", "initial_state", "cu_seqlens", "cu_seqlens_cpu", "dht"}
 
 
@@ -201,7 +203,7 @@ def kinds(scale: Any, head_first: bool, **tensors: Any) -> None:
             raise ArgumentError(f"{name} must be a tensor", given=f"{name} = {x!r}")
     if isinstance(scale, Tensor):
         raise ArgumentError("scale must be a number", given=_describe(scale=scale), do="pass scale.item()")
-    if not isinstance(scale, NUMBERS):
+    if not isinstance(scale, NUMBERS) or isinstance(scale, bool):
         raise ArgumentError("scale must be a number", given=f"scale = {scale!r}")
     if head_first:
         raise ArgumentError(
@@ -209,6 +211,21 @@ def kinds(scale: Any, head_first: bool, **tensors: Any) -> None:
             supported="q, k [B, T, hk, K], v [B, T, hv, V], g and beta [B, T, hv]",
             do="pass x.transpose(1, 2) for q, k, v, g and beta, without head_first; strides are free",
         )
+
+
+def settings(scale: Any, **flags: Any) -> tuple[float | None, list[bool]]:
+    """scale, which `kinds` has judged, as a float, and flags as bools, in order: what the schema of the op would make
+    of them, whether or not the call goes through it. Raises ArgumentError for a flag that is something else."""
+    if scale is not None and type(scale) not in (float, torch.SymFloat):
+        scale = float(scale)
+    values = list(flags.values())
+    if {*map(type, values)} == {bool}:  # nearly always, and most of the time of the rest
+        return scale, values
+    for name, x in flags.items():
+        if not isinstance(x, FLAGS):
+            given = _describe(**{name: x}) if isinstance(x, Tensor) else f"{name} = {x!r}"
+            raise ArgumentError(f"{name} must be True or False", given=given)
+    return scale, [bool(x) for x in values]
 
 
 class _Lengths:

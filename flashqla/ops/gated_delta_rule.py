@@ -90,7 +90,8 @@ def chunk_gated_delta_rule(
     tensors warns, and is an error inside `strict`.
 
     Gradients: of q, k, v, g, beta and initial_state, each in the dtype of its input, once (no second derivatives, no
-    forward mode), from kernels where kernels serve the call. Forward keeps its inputs alone; backward computes
+    forward mode), from kernels where kernels serve the call; in one graph under torch.compile, and under the transforms
+    of torch.func, where vmap calls the op row by row. Forward keeps its inputs alone; backward computes
     everything again, in PyTorch in float32 and with a read of the offsets.
     The kernels need about 160 bytes of scratch memory per token and value head, those of backward about 1.4 KB, freed
     when the call returns.
@@ -102,11 +103,14 @@ def chunk_gated_delta_rule(
     # fmt: off
     checks.kinds(scale, head_first, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
                  cu_seqlens_cpu=cu_seqlens_cpu)
+    scale, (output_final_state, use_qk_l2norm_in_kernel, state_v_first, auto_cp) = checks.settings(
+        scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first, auto_cp=auto_cp)
     arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
                  state_v_first, auto_cp, cu_seqlens_cpu)
     # fmt: on
     if _someone_listens(q, k, v, g, beta, initial_state):
-        o, final_state = torch.ops.flashqla.gated_delta_rule(*arguments)
+        o, final_state = _call(torch.ops.flashqla.gated_delta_rule, _Rule, arguments)
         return o, final_state if output_final_state else None
     return _forward(*arguments)
 
@@ -146,6 +150,9 @@ def chunk_gated_delta_rule_fwd(
     # fmt: off
     checks.kinds(scale, head_first, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
                  cu_seqlens_cpu=cu_seqlens_cpu)
+    scale, (output_final_state, output_h, use_qk_l2norm_in_kernel, state_v_first, auto_cp) = checks.settings(
+        scale, output_final_state=output_final_state, output_h=output_h,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first, auto_cp=auto_cp)
     arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
                  state_v_first, auto_cp, cu_seqlens_cpu)
     # fmt: on
@@ -195,6 +202,7 @@ def chunk_gated_delta_rule_bwd(
     # fmt: off
     checks.kinds(scale, False, q=q, k=k, v=v, g=g, beta=beta, A=A, do=do, dht=dht, initial_state=initial_state,
                  cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    scale, (state_v_first, auto_cp) = checks.settings(scale, state_v_first=state_v_first, auto_cp=auto_cp)
     if g is None:
         raise ArgumentError("g must be a tensor: the cumulative gate that the forward pass returned")
     with torch.no_grad():
@@ -230,6 +238,9 @@ def explain(
     # fmt: off
     checks.kinds(scale, head_first, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
                  cu_seqlens_cpu=cu_seqlens_cpu)
+    scale, (output_final_state, use_qk_l2norm_in_kernel, state_v_first, auto_cp) = checks.settings(
+        scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first, auto_cp=auto_cp)
     return _plan(checks.problem(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
                                 cu_seqlens, state_v_first, auto_cp, cu_seqlens_cpu))
     # fmt: on
@@ -252,10 +263,7 @@ def _someone_listens(*tensors: Tensor | None) -> bool:
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
-        raise UnsupportedError(
-            "forward-mode derivatives of the gated delta rule are not supported",
-            do="differentiate through flashqla.reference.chunk_gated_delta_rule_reference",
-        )
+        _refuse_forward_mode()
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -281,6 +289,26 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     if facts is not None:
         repeats.keep(facts, problem, _plan(problem))
     return o, final_state
+
+
+def _refuse_forward_mode(*_: Any) -> Any:
+    raise UnsupportedError(
+        "forward-mode derivatives of the gated delta rule are not supported",
+        do="differentiate through flashqla.reference.chunk_gated_delta_rule_reference",
+    )
+
+
+def _call(op: Any, function: type[torch.autograd.Function], arguments: tuple[Any, ...]) -> Any:
+    """Call an op that listeners may differentiate; where a transform of torch.func does, by means of `function`.
+
+    torch.func.functionalize differentiates nothing and takes no Function; torch.compile has no use for one.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return op(*arguments)
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack().key() == functorch.TransformType.Functionalize:
+        return op(*arguments)
+    return function.apply(*arguments)
 
 
 def _run(problem: Problem, for_backward: bool = False) -> ForwardResults:
@@ -496,12 +524,18 @@ def _differentiate(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> 
     do = torch.zeros_like(v) if do is None else do
     dfinal_state = dfinal_state if ctx.final_wanted else None
     # fmt: off
-    dq, dk, dv, dg, dbeta, dinitial_state = torch.ops.flashqla.gated_delta_rule_backward(
-        q, k, v, g, beta, do, dfinal_state, ctx.scale, initial_state, cu_seqlens, ctx.state_v_first, ctx.l2norm,
-        ctx.auto_cp, cu_seqlens_cpu)
+    arguments = (q, k, v, g, beta, do, dfinal_state, ctx.scale, initial_state, cu_seqlens, ctx.state_v_first,
+                 ctx.l2norm, ctx.auto_cp, cu_seqlens_cpu)
     # fmt: on
+    dq, dk, dv, dg, dbeta, dinitial_state = _call(
+        torch.ops.flashqla.gated_delta_rule_backward, _RuleBackward, arguments
+    )
     dg, dinitial_state = (None if g is None else dg), (None if initial_state is None else dinitial_state)
     return dq, dk, dv, dg, dbeta, None, dinitial_state, None, None, None, None, None, None
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
 
 
 def _refuse_second_derivatives(ctx: Any, *gradients: Tensor | None) -> NoReturn:
@@ -510,6 +544,33 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Tensor | None) -> NoReturn:
         given="a backward pass through gradients that were computed with create_graph=True",
         do="differentiate twice through flashqla.reference.chunk_gated_delta_rule_reference",
     )
+
+
+class _Rule(torch.autograd.Function):
+    """The op under a transform of torch.func. It asks for setup_context, which the Function behind register_autograd
+    does not have."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_differentiate)
+    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.flashqla.gated_delta_rule(*arguments)
+
+
+class _RuleBackward(torch.autograd.Function):
+    """The op of the gradients, likewise."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(_save_nothing)
+    backward = staticmethod(_refuse_second_derivatives)
+    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.flashqla.gated_delta_rule_backward(*arguments)
 
 
 _ARGUMENTS = (

@@ -316,7 +316,8 @@ def assert_inverse_stores_and_publishes(built: Built) -> None:
     assert re.search(r"zero_rows\([^;]*k_smem" + fence + sync, built.source)
     # A product is stored when it is free to be, and its keys are replaced when all have read them.
     stored = in_order("product_free[", "wait(", "tl::wait_wgmma<0>();")
-    stored += r" tl::fence_proxy_async\(\); keys_free[^;]*arrive\(\); flashqla::store_product\([^;]*; product_ready\[\(turn % 11\)\]\.arrive\(\);"
+    stored += r" tl::fence_proxy_async\(\); keys_free[^;]*arrive\(\); flashqla::store_product\([^;]*;"
+    stored += r" product_ready\[\(turn % 11\)\]\.arrive\(\);"
     assert re.search(stored, built.source)
     loaded = in_order("take_job(", "keys_free[", "wait(", "tma_load(") + r"[^;]*;.* keys_ready[^;]*arrive\(\);"
     assert re.search(loaded, built.source)

@@ -1,14 +1,16 @@
 """What the host asks for: which kernels, whatever the sizes, with arguments as they declare them. Compiles nothing."""
 
 from collections.abc import Callable
-from itertools import accumulate
+from contextlib import nullcontext
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashqla.ops import checks, plan
+from flashqla.device import HOPPER
+from flashqla.ops import checks, chunk_gated_delta_rule, gated_delta_rule, plan
 from flashqla.ops.kernels import launch, launch_backward
 
 Key = tuple[Any, ...]  # a kernel's name, and the arguments of its builder
@@ -38,7 +40,7 @@ def drawn(
     state_dtype: torch.dtype | None,
     offset_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """q, k, v, beta, offsets and initial state on the CPU, which nobody reads. Without offset_dtype a batch."""
+    """q, k, v, gate, offsets and initial state on the CPU, which nobody reads. Without offset_dtype a batch."""
     rows = (len(lengths), lengths[0]) if offset_dtype is None else (1, sum(lengths))
     q, k = torch.empty(2, *rows, hk, 128, dtype=dtype)
     v = torch.empty(*rows, hv, 128, dtype=dtype)
@@ -54,6 +56,7 @@ def run(
     lengths: tuple[int, ...] = (130, 3),
     dtype: torch.dtype = torch.bfloat16,
     gate_dtype: torch.dtype = torch.float32,
+    beta_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = torch.float32,
     offset_dtype: torch.dtype | None = torch.int32,
     gated: bool = True,
@@ -63,10 +66,10 @@ def run(
     output_h: bool = False,
 ) -> None:
     """A forward call planned for a Hopper GPU."""
-    q, k, v, beta, offsets, state = drawn(hk, hv, lengths, dtype, gate_dtype, state_dtype, offset_dtype)
-    g = beta if gated else None
+    q, k, v, g, offsets, state = drawn(hk, hv, lengths, dtype, gate_dtype, state_dtype, offset_dtype)
+    beta = g.to(beta_dtype or gate_dtype)
     options = (None, state, output_final_state, l2norm, offsets, state_v_first, True, None)
-    problem = checks.problem(q, k, v, g, beta, *options, output_h=output_h)
+    problem = checks.problem(q, k, v, g if gated else None, beta, *options, output_h=output_h)
     chosen = plan.make(hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype])
     launch.forward(problem, chosen, output_g=output_h)
 
@@ -77,6 +80,7 @@ def run_backward(
     lengths: tuple[int, ...] = (130, 3),
     dtype: torch.dtype = torch.bfloat16,
     gate_dtype: torch.dtype = torch.float32,
+    beta_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = torch.float32,
     offset_dtype: torch.dtype | None = torch.int32,
     gated: bool = True,
@@ -86,9 +90,10 @@ def run_backward(
     saved: bool = False,
 ) -> launch_backward.Backward:
     """A backward call planned for a Hopper GPU."""
-    q, k, v, beta, offsets, state = drawn(hk, hv, lengths, dtype, gate_dtype, state_dtype, offset_dtype)
+    q, k, v, g, offsets, state = drawn(hk, hv, lengths, dtype, gate_dtype, state_dtype, offset_dtype)
+    beta = g.to(beta_dtype or gate_dtype)
     options = (None, state, dht, l2norm, offsets, state_v_first, True, None)
-    problem = checks.problem(q, k, v, beta if gated else None, beta, *options)
+    problem = checks.problem(q, k, v, g if gated else None, beta, *options)
     chosen = plan.make(hv=hv, seqlens=problem.seqlens, dtype=checks.DTYPES[dtype], direction="backward")
     rows = v.shape[:3]
     given = (torch.empty(rows), torch.empty(*rows, 64, dtype=dtype)) if saved else None
@@ -107,17 +112,59 @@ def test_sizes_need_no_kernels_of_their_own(calls: list[tuple[Key, Any]]) -> Non
     assert {key[:2] for key in asked if key[0] == "forward"} == {("forward", 64), ("forward", 128)}
 
 
-def test_compile_all_compiles_what_calls_ask_for(calls: list[tuple[Key, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("directions", [("fwd",), ("bwd",), ("fwd", "bwd")], ids="+".join)
+def test_compile_all_compiles_what_calls_ask_for(
+    calls: list[tuple[Key, Any]], monkeypatch: pytest.MonkeyPatch, directions: tuple[str, ...]
+) -> None:
     dtypes = [torch.bfloat16, torch.float16]
-    for dtype in dtypes:
-        for hk, hv in HEADS:
-            for lengths in LENGTHS:
-                for l2norm in (False, True):
-                    run(hk, hv, lengths, dtype, l2norm=l2norm)
+    for dtype, (hk, hv), lengths, l2norm, beta_dtype in product(
+        dtypes, HEADS, LENGTHS, (False, True), (torch.float32, None)
+    ):
+        options: dict[str, Any] = {"dtype": dtype, "l2norm": l2norm, "beta_dtype": beta_dtype or dtype}
+        if "fwd" in directions:
+            run(hk, hv, lengths, **options)
+        if "bwd" in directions:
+            run_backward(hk, hv, lengths, **options)
+            if not l2norm:  # what a forward pass saved is for keys that are normalised already
+                run_backward(hk, hv, lengths, **options, saved=True)
     compiled: list[Key] = []
     monkeypatch.setattr(launch, "_kernel", lambda *key: compiled.append(key))
-    launch.compile_all(tuple(checks.DTYPES[dtype] for dtype in dtypes))
+    launch.compile_all(tuple(checks.DTYPES[dtype] for dtype in dtypes), directions)
     assert sorted(compiled) == sorted({key for key, _ in calls})
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("hv", [4, 32])
+@pytest.mark.parametrize(
+    ("l2norm", "beta_dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)], ids=str
+)
+def test_a_training_step_finds_its_kernels_compiled(
+    calls: list[tuple[Key, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: tuple[int, ...],
+    hv: int,
+    l2norm: bool,
+    beta_dtype: torch.dtype,
+) -> None:
+    """What the op and autograd launch, here on tensors that are taken to be on a Hopper GPU."""
+    q, k, v, g, offsets, _ = drawn(2, hv, lengths, torch.bfloat16, torch.float32, None, torch.int32)
+    q, k, v, g, beta = (x.requires_grad_() for x in (q, k, v, g, g.to(beta_dtype, copy=True)))
+    monkeypatch.setattr(gated_delta_rule, "_plan", planned)
+    monkeypatch.setattr(gated_delta_rule, "_device_facts", lambda device: (HOPPER, 132, ""))
+    monkeypatch.setattr(gated_delta_rule, "_on", lambda device: nullcontext())
+    o, _ = chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=offsets, use_qk_l2norm_in_kernel=l2norm)
+    o.sum().backward()
+    needed = {key for key, _ in calls}
+    assert {"forward", "chain", "gradients"} <= {key[0] for key in needed}
+
+    compiled: set[Key] = set()
+    monkeypatch.setattr(launch, "_kernel", lambda *key: compiled.add(key))
+    launch.compile_all()
+    assert needed <= compiled
+
+
+def planned(problem: checks.Problem, direction: plan.Direction = "forward") -> plan.Plan:
+    return plan.make(hv=problem.hv, seqlens=problem.seqlens, direction=direction)
 
 
 @pytest.mark.parametrize(

@@ -184,3 +184,34 @@ def test_graph_replay_with_other_offsets():
         exact = chunk_gated_delta_rule_backward(**{**arguments, "cu_seqlens": offsets}, do=do, dtype=torch.float64)
         order = ("dq", "dk", "dv", "dbeta", "dg", "dinitial_state")
         assert_near(dict(zip(order, found, strict=True)), exact._asdict())
+
+
+def test_torch_func_and_compile_give_the_gradients_of_autograd():
+    """The same kernels on the same numbers: the same bits."""
+    arguments, do, dht = make([130, 0, 64])
+    leaves = {name: arguments[name] for name in NAMES}
+
+    def loss(leaves: dict[str, Tensor]) -> Tensor:
+        with strict():
+            o, final_state = chunk_gated_delta_rule(
+                **arguments | leaves, output_final_state=True, use_qk_l2norm_in_kernel=True
+            )
+        assert final_state is not None
+        return (o.float() * do.float()).sum() + (final_state * dht).sum()
+
+    expected = differentiate(arguments, do, dht, use_qk_l2norm_in_kernel=True)
+    found = torch.func.grad(loss)(leaves)
+    assert all(torch.equal(found[name], expected[NAMES[name]]) for name in leaves)
+
+    wanted = {name: leaves[name].detach().requires_grad_() for name in ("k", "g")}
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(**wanted: Tensor) -> Tensor:
+        o, final_state = chunk_gated_delta_rule(
+            **arguments | wanted, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        assert final_state is not None
+        return (o.float() * do.float()).sum() + (final_state * dht).sum()
+
+    gradients = torch.autograd.grad(compiled(**wanted), list(wanted.values()))
+    assert all(torch.equal(dx, expected[NAMES[name]]) for name, dx in zip(wanted, gradients, strict=True))

@@ -1,5 +1,8 @@
 """The public op on CPU tensors: values and gradients against the token recurrence, and what PyTorch makes of the op."""
 
+from fractions import Fraction
+
+import numpy
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -185,6 +188,33 @@ def test_compile(problem, run, assert_same):
     assert (h[:, 4:] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        pytest.param({}, TENSORS, id="all"),
+        pytest.param({"state_v_first": True}, ("q", "k", "g"), id="V-first"),
+        pytest.param({"use_qk_l2norm_in_kernel": True}, ("v", "beta", "initial_state"), id="l2norm"),
+        pytest.param({"scale": 0.3, "initial_state": None}, ("k", "beta"), id="no-state"),
+        pytest.param({"g": None, "use_qk_l2norm_in_kernel": True}, ("q", "v"), id="no-gate"),
+        pytest.param({"dense": True}, ("g", "initial_state"), id="batch"),
+    ],
+)
+def test_compiled_training(problem, options, wanted):
+    """Forward and backward in one graph each, with results used twice, for the gradients that are asked for."""
+    given = problem([65] * 2 if "dense" in options else LENGTHS, dense="dense" in options)
+    arguments = {**given.arguments, **{name: x for name, x in options.items() if name != "dense"}}
+    leaves = {name: arguments[name].requires_grad_() for name in wanted}
+
+    def loss(**leaves):
+        o, final_state = chunk_gated_delta_rule(**arguments | leaves, output_final_state=True)
+        return (o.square() + o * given.do).sum() + (final_state * given.dht).sum() + final_state.square().mean()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(rule(**leaves), list(leaves.values())) for rule in (compiled, loss))
+    for name, got, exact in zip(wanted, found, expected, strict=True):
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.parametrize("optional", [True, False])
 def test_registration(problem, optional):
     """PyTorch's own checks: schema, fake shapes, autograd, tracing."""
@@ -195,6 +225,97 @@ def test_registration(problem, optional):
     torch.library.opcheck(torch.ops.flashqla.gated_delta_rule.default, shared)
     detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in shared]
     torch.library.opcheck(torch.ops.flashqla.gated_delta_rule_fwd.default, (*detached, optional))
+
+    q, k, v, g, beta, _, state, *_ = detached
+    do, dht = torch.randn_like(v), torch.randn(1, 2, 128, 128, dtype=v.dtype) if optional else None
+    torch.library.opcheck(
+        torch.ops.flashqla.gated_delta_rule_backward.default,
+        (q, k, v, g, beta, do, dht, 0.1, state, None, True, True, True, None),
+    )
+
+
+def test_torch_func(problem, run, assert_same):
+    """The transforms of torch.func, one in another, give what autograd gives."""
+    given = problem()
+    tensors = {name: given[name] for name in TENSORS}
+    rest = {"cu_seqlens": given["cu_seqlens"], "use_qk_l2norm_in_kernel": True, "output_final_state": True}
+
+    def loss(tensors):
+        o, final_state = chunk_gated_delta_rule(**tensors, **rest)
+        return (o * given.do).sum() + (final_state * given.dht).sum()
+
+    exact = run(chunk_gated_delta_rule, given, use_qk_l2norm_in_kernel=True)
+    expected = {name: exact[f"d{name}"] for name in TENSORS}
+    assert_same(torch.func.grad(loss)(tensors), expected, 1e-12)
+    _, pull_back = torch.func.vjp(loss, tensors)
+    assert_same(pull_back(torch.ones((), dtype=torch.float64))[0], expected, 1e-12)
+
+    two = {name: torch.stack([x, 0.5 * x]) for name, x in tensors.items()}
+    each = torch.func.vmap(torch.func.grad(loss))(two)
+    assert_same({name: x[0] for name, x in each.items()}, expected, 1e-12)
+    together = torch.func.grad(lambda two: torch.func.vmap(loss)(two).sum())(two)
+    assert_same(together, each, 1e-12)
+
+
+def test_second_derivatives_of_torch_func_are_refused(problem):
+    given = problem([3]).arguments
+
+    def loss(v):
+        return chunk_gated_delta_rule(**given | {"v": v})[0].square().sum()
+
+    with pytest.raises(UnsupportedError, match="second derivatives"):
+        torch.func.grad(lambda v: torch.func.grad(loss)(v).sum())(given["v"])
+    with pytest.raises(UnsupportedError, match="forward-mode derivatives"):
+        torch.func.hessian(loss)(given["v"])
+
+
+def ways_to_the_op(given):
+    """Its tensors as they come in eager mode, for autograd, and for shapes alone."""
+    tensors = {name: given[name] for name in TENSORS}
+    leaf = {"q": given["q"].clone().requires_grad_()}
+    return tensors, tensors | leaf, {name: x.to("meta") for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "scale", [2, numpy.float32(0.5), numpy.float64(0.5), numpy.int64(2), Fraction(1, 2)], ids=lambda x: type(x).__name__
+)
+def test_numbers_are_taken_everywhere(problem, scale):
+    given = problem([3], dense=True)
+    expected, _ = chunk_gated_delta_rule(**given.arguments, scale=float(scale))
+    *values, shape = (chunk_gated_delta_rule(**way, scale=scale)[0] for way in ways_to_the_op(given))
+    assert all(torch.equal(o, expected) for o in values)
+    assert shape.shape == expected.shape
+    assert torch.equal(chunk_gated_delta_rule_fwd(**given.arguments, scale=scale)[2], expected)
+
+
+@pytest.mark.parametrize("yes", [1, numpy.bool_(True), numpy.int64(1)], ids=lambda x: type(x).__name__)
+def test_flags_are_taken_everywhere(problem, yes):
+    given = problem([3], dense=True)
+    flags = ("output_final_state", "use_qk_l2norm_in_kernel", "state_v_first", "auto_cp")
+    expected = chunk_gated_delta_rule(**given.arguments, **dict.fromkeys(flags, True))
+    ways = ways_to_the_op(given)
+    *values, shapes = (chunk_gated_delta_rule(**way, **dict.fromkeys(flags, yes)) for way in ways)
+    for results in values:
+        assert all(torch.equal(x, exact) for x, exact in zip(results, expected, strict=True))
+    assert shapes[1].shape == expected[1].shape
+    assert all(chunk_gated_delta_rule(**way, output_final_state=None)[1] is None for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scale", True),
+        ("scale", numpy.bool_(True)),
+        ("scale", torch.tensor(0.5)),
+        ("scale", numpy.array(0.5)),
+        *((flag, value) for flag in ("output_final_state", "auto_cp") for value in ("yes", 1.0, torch.tensor(True))),
+    ],
+)
+def test_settings_are_refused_everywhere(problem, name, value):
+    given = problem([3], dense=True)
+    for way in ways_to_the_op(given):
+        with pytest.raises(ArgumentError, match=rf"{name} must be (a number|True or False)\n  given"):
+            chunk_gated_delta_rule(**way, **{name: value})
 
 
 def test_second_derivatives_are_refused(problem):

@@ -518,12 +518,15 @@ def test_warmup_without_a_gpu_says_what_works(layers: Layers) -> None:
     assert "do         flashqla warmup --target sm_90a compiles for one" in result.stderr
 
 
+@pytest.mark.parametrize("direction", [[], ["fwd"], ["bwd"], ["fwd+bwd"]], ids="".join)
 @pytest.mark.parametrize("target", [True, False])
-def test_warmup_compiles_and_says_where(layers: Layers, monkeypatch: pytest.MonkeyPatch, target: bool) -> None:
-    compiled: list[tuple[str, ...]] = []
+def test_warmup_compiles_and_says_where(
+    layers: Layers, monkeypatch: pytest.MonkeyPatch, target: bool, direction: list[str]
+) -> None:
+    compiled: list[tuple[tuple[str, ...], list[str]]] = []
     warmed: list[Any] = []
     kernels = ModuleType("flashqla.ops.kernels")
-    kernels.launch = SimpleNamespace(compile_all=compiled.append)  # type: ignore[attr-defined]
+    kernels.launch = SimpleNamespace(compile_all=lambda *given: compiled.append(given))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashqla.ops.kernels", kernels)
     monkeypatch.setattr(device, "nvcc", lambda: (Path("nvcc"), "13.0"))
     peers = {name: SimpleNamespace(name=name, missing=lambda: "not installed") for name in device.PEERS}
@@ -532,18 +535,21 @@ def test_warmup_compiles_and_says_where(layers: Layers, monkeypatch: pytest.Monk
     if not target:
         monkeypatch.setattr(device, "gpu", lambda: device.Gpu("NVIDIA H200", (9, 0), 132, 2**37, "feed", "580.1"))
     monkeypatch.setenv("TILELANG_CACHE_DIR", "/some/where")
-    arguments = ["--dtype", "float16", "--dtype", "bfloat16", "--heads", "2,8"]
+    arguments = [*direction, "--dtype", "float16", "--dtype", "bfloat16", "--heads", "2,8", "--heads", "2,4"]
     result = invoke("warmup", *arguments, *["--target", "sm_90a"] * target)
     assert result.exit_code == 0, result.stderr
-    assert compiled == [("float16",), ("bfloat16",)]
+    directions = (direction or ["fwd+bwd"])[0].split("+")
+    assert compiled == [(("float16",), directions), (("bfloat16",), directions)]
     assert "TILELANG_CACHE_DIR  /some/where\n" in result.stdout
     assert "compiling our kernels for float16, 2 dtypes left\n" in result.stderr
     if target:
         assert not warmed
     else:
-        ((cases, backends, where, options),) = warmed
-        assert {(case.hk, case.hv, case.dtype) for case in cases} == {(2, 8, "float16"), (2, 8, "bfloat16")}
-        assert (backends, where, options["always"]) == (list(peers.values()), "cuda", True)
+        for one, (cases, backends, where, options) in zip(directions, warmed, strict=True):
+            hv = {"fwd": 8, "bwd": 4}[one]
+            assert {(case.hk, case.hv, case.dtype) for case in cases} == {(2, hv, "float16"), (2, hv, "bfloat16")}
+            assert (backends, where, options["always"]) == (list(peers.values()), "cuda", True)
+            assert options["direction"] == one
         assert "fla is left out: not installed\n" in result.stderr
 
 

@@ -3,7 +3,7 @@
 Arguments are right when they get here (`ops.checks`), and what to run is decided (`ops.plan`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from importlib import import_module
@@ -110,16 +110,27 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False, kernel: Callab
     )
 
 
-def compile_all(dtypes: tuple[str, ...] = ("bfloat16",)) -> None:
-    """Compile, or load from TileLang's cache, every kernel that a forward call can need with q, k and v in these dtypes.
+def compile_all(dtypes: Sequence[str] = ("bfloat16",), directions: Sequence[str] = ("fwd", "bwd")) -> None:
+    """Compile, or load from TileLang's cache, every kernel that calls can need with q, k and v in these dtypes.
 
-    Gates and states are in float32, and h is not asked for: other kernels are compiled by the first call that needs them.
+    directions: "fwd" is for calls without gradients, "bwd" for the gradients alone. Gates and states are in float32, beta in float32
+    or in the dtype of q, and h is not asked for: other kernels are compiled by the first call that needs them.
     """
     kernels: list[tuple[Any, ...]] = []
     for dtype in dtypes:
-        kernels += [("forward", v_tile, dtype, "float32", False) for v_tile in (128, 64)]
-        kernels += [("inverse", dtype, "float32", "float32", l2norm) for l2norm in (False, True)]
-        kernels += [("summary", dtype, "float32"), ("scan", dtype)]
+        kernels.append(("scan", dtype))
+        gates = [("float32", beta, l2norm) for beta in ("float32", dtype) for l2norm in (False, True)]
+        if "fwd" in directions:
+            kernels += [("inverse", dtype, *gate) for gate in gates]
+            kernels += [("summary", dtype, "float32")]
+            kernels += [("forward", v_tile, dtype, "float32", False) for v_tile in (128, 64)]
+        if "bwd" in directions:
+            kernels += [("inverse", dtype, *gate, True) for gate in gates]
+            kernels += [("summary", dtype, "float32", True), ("scan", dtype, True)]
+            kernels += [("chain", kind, v_tile, dtype, "float32") for kind in ("summary", "forward", "reverse") for v_tile in (128, 64)]
+            kernels += [("gradients", dtype, l2norm) for l2norm in (False, True)]
+            kernels += [("records", beta) for beta in ("float32", dtype)]
+    kernels = list(dict.fromkeys(kernels))  # records do not depend on dtype, and no kernel is to be compiled twice at once
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda kernel: _kernel(*kernel), kernels))
 
