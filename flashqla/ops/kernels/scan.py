@@ -6,25 +6,22 @@ Shapes  states [segments, hv, V, K] fp32: N^T of every segment on entry, on retu
         dtype of k: M^T; forgets [segments, hv] int32: M is 0, or the segment is the first of its sequence;
         reverse: states are those of the gradient, and transitions and forgets what they are forward
 Grid    a CTA per sequence, value head and 64 columns of V
-Cost    per segment but the last of a sequence 96 KB through L2, some segments ahead, and two products of 64x64x128, in series
+Cost    per segment but the last of a sequence 64 KB through L2 and two products of 64x64x128, in series
 Source  gated delta rule as an affine map of the state: Gated Delta Networks, arXiv 2412.06464
 """
 
 import tilelang
 import tilelang.language as T
-from tilelang.layout import make_swizzled_layout
 
 from flashqla.ops.kernels.common import CHUNK, HEAD_DIM, HOPPER, MANUAL_ROLES, TILE, WARP, WARP_GROUP
 
 STAGES = 3
-QUARTERS, QUARTER = 4, 32  # of N: as many floats as a swizzled row has
 STATE_END, LOAD_END = WARP_GROUP, WARP_GROUP + WARP
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
 def build_scan(dtype: str, reverse: bool = False):
     """The kernel for transitions in `dtype`."""
-    step = -1 if reverse else 1
     offsets, segments, hv = (T.dynamic(x) for x in ("offsets", "segments", "hv"))
 
     @T.prim_func
@@ -40,9 +37,6 @@ def build_scan(dtype: str, reverse: bool = False):
     ):
         with T.Kernel(hv * (HEAD_DIM // TILE), sequences, threads=LOAD_END) as (bx, sequence):
             m_smem = T.alloc_shared((STAGES, HEAD_DIM, HEAD_DIM), dtype)
-            n_smem = T.alloc_shared((STAGES, QUARTERS, TILE, QUARTER), "float32")
-            forgets_smem = T.alloc_shared((STAGES,), "int32")
-            T.annotate_layout({n_smem: make_swizzled_layout(n_smem)})
             ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
             free = T.alloc_barrier([WARP_GROUP // WARP] * STAGES)  # STATE -> LOAD
             tx = T.get_thread_binding()
@@ -50,53 +44,47 @@ def build_scan(dtype: str, reverse: bool = False):
             first_row = bx % (HEAD_DIM // TILE) * TILE
             bos: T.int32 = T.max(T.min(cu_seqlens[sequence * offset_step], tokens), 0)
             eos: T.int32 = T.max(T.min(cu_seqlens[(sequence + 1) * offset_step], tokens), bos)
-            first = T.alloc_var("int32")  # segment that is read first; a variable, or its quotient is computed at every use
+            first = T.alloc_var("int32")  # segment of this sequence; a variable, or its quotient is computed at every use
             count = T.alloc_var("int32")  # segments that have an end state somebody starts from
+            used = T.alloc_var("int32")  # transitions so far
             T.pdl_sync()  # until what the summary kernel wrote is there
             T.pdl_trigger()
             first = T.truncdiv(bos, segment_chunks * CHUNK) + sequence
             count = T.truncdiv(eos - bos - 1, segment_chunks * CHUNK)
-            if reverse:
-                first = first + count
+            used = 0
             if tx < STATE_END:
                 S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
                 S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
+                N = T.alloc_fragment((TILE, HEAD_DIM), "float32")
                 T.clear(S)
-                for i in T.unroll(count, unroll_factor=1):
-                    stage = i % STAGES
-                    T.barrier_wait(ready[stage], (i // STAGES) & 1)
-                    if forgets_smem[stage] == 0:
+                if count > 0:
+                    for v, k in T.Parallel(TILE, HEAD_DIM):
+                        S[v, k] = states[first + count if reverse else first, head, first_row + v, k]
+                for i in T.unroll(T.max(count - 1, 0), unroll_factor=1):
+                    segment = first + count - 1 - i if reverse else first + 1 + i
+                    for v, k in T.Parallel(TILE, HEAD_DIM):
+                        N[v, k] = states[segment, head, first_row + v, k]  # under way while the product is made
+                    if forgets[segment, head] == 0:
                         T.copy(S, S_in)
-                        T.wgmma_gemm(S_in, m_smem[stage, :, :], S, transpose_B=reverse, clear_accum=True)
+                        T.barrier_wait(ready[used % STAGES], (used // STAGES) & 1)
+                        T.wgmma_gemm(S_in, m_smem[used % STAGES, :, :], S, transpose_B=reverse, clear_accum=True)
                         T.wait_wgmma(0)
+                        T.sync_warp()
+                        if tx % WARP == 0:
+                            T.barrier_arrive(free[used % STAGES])
+                        used = used + 1
                         for v, k in T.Parallel(TILE, HEAD_DIM):
-                            S[v, k] = S[v, k] + n_smem[stage, k // QUARTER, v, k % QUARTER]
-                            states[first + i * step, head, first_row + v, k] = S[v, k]
-                    else:  # N is the state already
-                        for v, k in T.Parallel(TILE, HEAD_DIM):
-                            S[v, k] = n_smem[stage, k // QUARTER, v, k % QUARTER]
-                    T.fence_proxy_async()  # an arrival does not wait for loads that nobody has used yet
-                    T.sync_warp()
-                    if tx % WARP == 0:
-                        T.barrier_arrive(free[stage])
+                            S[v, k] = S[v, k] + N[v, k]
+                            states[segment, head, first_row + v, k] = S[v, k]
+                    else:
+                        T.copy(N, S)
             else:
-                forgotten = T.alloc_var("int32")
-                forgotten = 1  # the state that the first one starts from is known
-                for i in T.unroll(count, unroll_factor=1):
-                    stage = i % STAGES
-                    segment = first + i * step
-                    T.barrier_wait(free[stage], ((i // STAGES) & 1) ^ 1)
-                    if tx == STATE_END:
-                        forgets_smem[stage] = forgotten
-                    for quarter in T.unroll(QUARTERS):
-                        T.tma_copy(
-                            states[segment, head, first_row:first_row + TILE, quarter * QUARTER:quarter * QUARTER + QUARTER],
-                            n_smem[stage, quarter, :, :], barrier=ready[stage],
-                        )
-                    if forgotten == 0:
-                        T.tma_copy(transitions[segment, head, :, :], m_smem[stage, :, :], barrier=ready[stage])
-                    T.barrier_arrive(ready[stage])
-                    if i + 1 < count:
-                        forgotten = forgets[segment + step, head]
+                for i in T.unroll(T.max(count - 1, 0), unroll_factor=1):
+                    segment = first + count - 1 - i if reverse else first + 1 + i
+                    if forgets[segment, head] == 0:
+                        T.barrier_wait(free[used % STAGES], ((used // STAGES) & 1) ^ 1)
+                        T.tma_copy(transitions[segment, head, :, :], m_smem[used % STAGES, :, :], barrier=ready[used % STAGES])
+                        T.barrier_arrive(ready[used % STAGES])
+                        used = used + 1
 
     return segment_scan
