@@ -4,8 +4,6 @@ A plan never changes what is computed, only how fast. So facts that are hints (l
 device may hold newer ones) are good enough for it.
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -29,33 +27,37 @@ KERNEL_DTYPES = ("bfloat16", "float16")
 class Costs(NamedTuple):
     """What the choice of tiles and segments knows of the kernels of a direction, in microseconds.
 
-    chunk: per chunk on the critical path, one CTA per SM, by columns of V in a CTA. summary_chunk: per chunk of a CTA
-    that summarises a segment, of which an SM runs two as fast as one. scan_segment: per segment of the scans. split:
-    for the launches that splitting adds.
+    recurrences: kernels that run through the chunks side by side. cta: for a CTA of one to start and to end, its states
+    read and written. chunk: per chunk of it, one CTA per SM, by columns of V in a CTA. summary_cta, summary_chunk: the
+    same where it summarises a segment. scan_segment: per segment of the scans. split: for the launches that splitting
+    adds.
     """
 
+    recurrences: int
+    cta: float
     chunk: dict[Literal[64, 128], float]
+    summary_cta: float
     summary_chunk: float
     scan_segment: float
     split: float
 
 
-# Forward: measured on an H200 with 512 chunks in sequence, and fitted to six shapes that were split. Half the columns
-# do not halve the time: scores and gates are repeated. Backward: estimated from the products and loads of each kernel,
-# for the recurrences of both directions, one after the other; the gradients kernel costs the same either way.
+# Forward: fitted to 198 shapes, whole and split, measured on an H200 (docs/performance-log.md), where it is off by 3
+# percent. Half the columns do not halve the time, as scores and gates are repeated. Backward: measured for the slower
+# recurrence, the reverse one; the other has as many CTAs. Its gradients kernel costs the same either way.
 COSTS: dict[Direction, Costs] = {
-    "forward": Costs({128: 1.95, 64: 1.25}, 1.25, 2.0, 8.0),
-    "backward": Costs({128: 2.6, 64: 1.45}, 2.05, 4.0, 16.0),
+    "forward": Costs(1, 5.1, {128: 1.78, 64: 1.11}, 6.6, 0.91, 1.7, 4.8),
+    "backward": Costs(2, 5.1, {128: 2.15, 64: 1.5}, 13.0, 2.2, 3.5, 10.0),
 }
-SUMMARY_CTAS = 2
-SUMMARY_PARTS = 4  # CTAs of a segment and head where nothing is forgotten
+SUMMARY_PARTS = 2  # CTAs of a segment and head where nothing is forgotten
 LASTING_HEADS = 4  # in trained models about one head in so many keeps what it knows beyond a segment
-SEGMENTS = (2, 3, 4, 6, 8, 11, 16, 22, 32)  # of the longest sequence
+FORGETTING_CHUNKS = 8  # at the end of a segment are enough for a head that forgets
+SEGMENTS = (2, 3, 4, 5, 6, 8, 11, 16, 22, 32)  # of the longest sequence
 SHORTEST_SEGMENT = 8  # chunks
-SPLIT_GAIN = 0.95  # of the estimate without: a split must promise more than estimates are off
+SPLIT_GAIN = 0.97  # of the estimate without: where most heads forget, a split must promise more than estimates are off
 MOST_SEQUENCES = 65535  # rows of a grid
-# Beyond this many sequences the SMs are evenly loaded, and scheduling them one by one would cost host time.
-SCHEDULED_SEQUENCES = 64
+# Beyond this many sequences and segments the SMs are evenly loaded, and scheduling them would cost host time.
+SCHEDULED_RUNS = 64
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,10 @@ def _refusal(sequences: int, dtype: str, device: str, capability: tuple[int, int
 
 def _choose_v_tile(chunks: list[int], hv: int, sm_count: int, costs: Costs) -> tuple[Literal[64, 128], float, str]:
     """The columns of V a CTA, the microseconds of the recurrence they promise, and why."""
-    whole, half = (_critical_chunks(chunks, hv * HEAD_DIM // tile, sm_count) * us for tile, us in costs.chunk.items())
+    whole, half = (
+        _critical_us([(n * us + costs.cta, costs.recurrences * hv * HEAD_DIM // tile) for n in chunks if n], sm_count)
+        for tile, us in costs.chunk.items()
+    )
     v_tile: Literal[64, 128] = 64 if half < whole else 128
     pairs = f"{len(chunks)} sequences or segments x {hv} v-heads on {sm_count} SMs"
     reason = f"{pairs}: an estimated {whole:.0f} us with V whole and {half:.0f} us in halves, so v_tile={v_tile}"
@@ -139,8 +144,8 @@ def _choose_v_tile(chunks: list[int], hv: int, sm_count: int, costs: Costs) -> t
 def _choose_split(chunks: list[int], hv: int, sm_count: int, unsplit_us: float, costs: Costs) -> tuple[int, str]:
     """Chunks per segment, 0 for whole sequences, and why.
 
-    The gate decides on the device what the summary kernel costs. A split must pay even where no head forgets; the best
-    of those that do is the one for heads of which most forget.
+    The gate decides on the device what the summary kernel costs. A split must not lose where no head forgets; the best
+    of those that do not is the one for heads of which most forget, where it must pay.
     """
     longest = max(chunks)
     promised = {}
@@ -151,15 +156,19 @@ def _choose_split(chunks: list[int], hv: int, sm_count: int, unsplit_us: float, 
         segments = _segments(chunks, size)
         if len(segments) + len(chunks) > MOST_SEQUENCES:
             continue
-        summaries = len(segments) - len(chunks)  # the last segment of a sequence needs none
         _, forward_us, _ = _choose_v_tile(segments, hv, sm_count, costs)
-        slots = SUMMARY_CTAS * sm_count
+        # The last segment of a sequence needs no summary, and the first one half of one.
+        summaries, firsts = len(segments) - len(chunks), sum(n > size for n in chunks)
+        whole_us, late_us = (n * costs.summary_chunk + costs.summary_cta for n in (size, min(size, FORGETTING_CHUNKS)))
         worst_us, typical_us = (
-            costs.summary_chunk * _critical_chunks([size] * summaries, SUMMARY_PARTS * heads, slots)
-            for heads in (hv, -(-hv // LASTING_HEADS))
+            _critical_us(
+                [(whole_us, (SUMMARY_PARTS * summaries - firsts) * lasting), (late_us, summaries * (hv - lasting))],
+                sm_count,
+            )
+            for lasting in (hv, -(-hv // LASTING_HEADS))
         )
         rest_us = forward_us + costs.scan_segment * (count - 1) + costs.split
-        if rest_us + worst_us < SPLIT_GAIN * unsplit_us:
+        if rest_us + worst_us < unsplit_us and rest_us + typical_us < SPLIT_GAIN * unsplit_us:
             promised[size] = rest_us + typical_us
     if not promised:
         return 0, f"sequences stay whole: an estimated {unsplit_us:.0f} us"
@@ -173,20 +182,19 @@ def _segments(chunks: list[int], size: int) -> list[int]:
     return [part for n in chunks for part in ([size] * (n // size) + ([n % size] if n % size or not n else []))]
 
 
-def _critical_chunks(chunks: Iterable[int], ctas_per_sequence: int, sm_count: int) -> int:
-    """Chunks that the busiest SM runs when CTAs start longest first, each on the SM that is free first."""
-    counts = Counter(chunks)
-    if counts.total() > SCHEDULED_SEQUENCES:
-        total = sum(length * count for length, count in counts.items()) * ctas_per_sequence
-        return max(max(counts), -(-total // sm_count))
-    loads = [(0, sm_count)]  # a heap of (chunks so far, SMs with that load): heads of a sequence move as one
-    for length, count in sorted(counts.items(), reverse=True):
-        ctas = count * ctas_per_sequence
-        while ctas and length:
+def _critical_us(runs: list[tuple[float, int]], sm_count: int) -> float:
+    """When the last SM is done. runs: the microseconds that a CTA takes and how many there are, in the order in which
+    they start, each on the SM that is free first."""
+    if len(runs) > SCHEDULED_RUNS:
+        return max(max(us for us, _ in runs), sum(us * count for us, count in runs) / sm_count)
+    loads = [(0.0, sm_count)]  # a heap of (microseconds so far, SMs with that load): those alike move as one
+    for us, count in runs:
+        left = count
+        while left:
             load, sms = heappop(loads)
-            taken = min(sms, ctas)
+            taken = min(sms, left)
             if taken < sms:
                 heappush(loads, (load, sms - taken))
-            heappush(loads, (load + length, taken))
-            ctas -= taken
+            heappush(loads, (load + us, taken))
+            left -= taken
     return max(load for load, _ in loads)

@@ -148,13 +148,14 @@ def test_inverse(arguments: tuple[str | bool, ...]) -> None:
 def test_summary(arguments: tuple[str | bool, ...]) -> None:
     built = build("summary", *arguments)
     assert_nothing_was_given_up(built)
-    assert_fits(built, 2, [200, 40])
-    assert built.opcodes["HGMMA"] == 8 + 4 + 4  # K S, A W and K^T U
-    assert built.opcodes["LDSM"] == 4  # v
-    assert built.opcodes["UTMALDG"] == 2 + 1 + 1 + 1  # k, v, A, record
-    ends, (state, load) = split_roles(built)
-    assert ends == [WARP_GROUP, WARP_GROUP + WARP]
-    assert [state.count(f"*)({name} + ") for name in ("transitions", "states")] == [1, 1]
+    assert_fits(built, 1, [232, 232, 40])
+    assert built.opcodes["HGMMA"] == 2 * (8 + 4 + 4)  # K S, A W and K^T U
+    assert built.opcodes["LDSM"] == 2 * 4  # v
+    assert built.opcodes["UTMALDG"] == 2 + 2 + 1 + 1  # k, v, A, record
+    ends, (*state, load) = split_roles(built)
+    assert ends == [WARP_GROUP, 2 * WARP_GROUP, 2 * WARP_GROUP + WARP]
+    for half in state:
+        assert [half.count(f"*)({name} + ") for name in ("transitions", "states")] == [1, 1]
     assert load.count("tma_load(") == 4
 
 

@@ -78,8 +78,10 @@ def test_a_split_promises_a_gain_even_if_no_head_forgets():
             assert max(segments) == split.segment_chunks
             _, whole_us, _ = plan._choose_v_tile(chunks, hv, 132, plan.COSTS["forward"])
             _, forward_us, _ = plan._choose_v_tile(segments, hv, 132, plan.COSTS["forward"])
-            summary = plan._critical_chunks(segments[:-1], 4 * hv, 264) * plan.COSTS["forward"].summary_chunk
-            assert forward_us + summary + plan.COSTS["forward"].split < whole_us
+            costs = plan.COSTS["forward"]
+            us = split.segment_chunks * costs.summary_chunk + costs.summary_cta
+            summary = plan._critical_us([(us, hv * (2 * (len(segments) - 1) - 1))], 132)
+            assert forward_us + summary + costs.split < whole_us
 
 
 @pytest.mark.parametrize(("chunks", "size", "segments"), [([5, 0, 4], 2, [2, 2, 1, 0, 2, 2]), ([3], 8, [3])])
@@ -101,19 +103,20 @@ def test_nothing_to_do_has_a_plan(direction, seqlens):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "ctas", "sms", "critical"),
+    ("ctas", "sms", "critical"),
     [
-        pytest.param([5], 3, 4, 5, id="one wave"),
-        pytest.param([5], 9, 4, 15, id="a third wave for one CTA"),
-        pytest.param([8, 1, 1, 1], 2, 3, 8, id="short ones share the SM that the long ones leave"),
-        pytest.param([4, 3, 3], 2, 4, 6, id="longest first"),
-        pytest.param([0, 0, 2], 4, 4, 2, id="empty sequences cost nothing"),
-        pytest.param([3] * 100, 2, 10, 60, id="many sequences load the SMs evenly"),
-        pytest.param([900, *[1] * 99], 1, 10, 900, id="many sequences, a long one among them"),
+        pytest.param([], 4, 0, id="nothing"),
+        pytest.param([(5, 3)], 4, 5, id="one wave"),
+        pytest.param([(5, 9)], 4, 15, id="a third wave for one CTA"),
+        pytest.param([(8, 2), (1, 6)], 3, 8, id="short ones share the SM that the long ones leave"),
+        pytest.param([(1, 6), (8, 2)], 3, 10, id="short ones go first where they stand first"),
+        pytest.param([(3, 2)] * 100, 10, 60, id="many alike"),
+        pytest.param([(900, 1), *[(1, 1)] * 99], 10, 900, id="many, a long one among them"),
+        pytest.param([(us, 1) for us in range(1, 101)], 10, 505, id="many lengths load the SMs evenly"),
     ],
 )
-def test_critical_path(chunks, ctas, sms, critical):
-    assert plan._critical_chunks(chunks, ctas, sms) == critical
+def test_critical_path(ctas, sms, critical):
+    assert plan._critical_us(ctas, sms) == critical
 
 
 def test_plan_needs_no_torch():

@@ -5,8 +5,8 @@
 
 Shapes  k [T, hk, 128], v [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records of the inverse kernel; initial_state [N, hv, K, V]
         ->  states [segments, hv, V, K] fp32 (N^T), transitions [segments, hv, K', K] in the dtype of k (M^T), forgets [segments, hv] int32
-Grid    a CTA per segment, value head, kind (M or N) and 64 of 128 rows; two fit in an SM
-Cost    per chunk and CTA 2.5 products of 64x64x128
+Grid    a CTA per segment, value head and kind (M or N), with a warpgroup for each 64 of 128 rows
+Cost    per chunk and CTA 5 products of 64x64x128 and 42 KB through L2
 Source  affine in the state, as the recurrence is: Gated Delta Networks, arXiv 2412.06464
 
 A head whose gate forgets has S -> N: then M is not made, and N starts where what came before no longer matters. That is decided here, from the
@@ -40,9 +40,10 @@ from flashqla.ops.kernels.common import (
 STAGES = 3
 HALVES = HEAD_DIM // TILE
 KINDS = 2  # M, N
-STATE_END, LOAD_END = WARP_GROUP, WARP_GROUP + WARP
-THREADS = 2 * WARP_GROUP  # registers are handed out to whole warpgroups
-STATE_REGISTERS, LOAD_REGISTERS = 200, 40  # two CTAs an SM
+STATE_END = HALVES * WARP_GROUP
+LOAD_END = STATE_END + WARP
+THREADS = STATE_END + WARP_GROUP  # registers are handed out to whole warpgroups
+STATE_REGISTERS, LOAD_REGISTERS = 232, 40
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -55,7 +56,8 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
     k0, k1, v0, v1, i0, i1, i2, i3 = (T.dynamic(x) for x in ("k0", "k1", "v0", "v1", "i0", "i1", "i2", "i3"))
 
     @T.macro
-    def run(x, initial_state, states, transitions):
+    def run(x, w, initial_state, states, transitions):
+        first_row = w * TILE
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
@@ -66,10 +68,10 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
         T.clear(S)
         if x.is_transition:
             for v, k in T.Parallel(TILE, HEAD_DIM):
-                S[v, k] = T.if_then_else(x.first_row + v == k, 1.0, 0.0)
+                S[v, k] = T.if_then_else(first_row + v == k, 1.0, 0.0)
         elif x.from_initial:
             for v, k in T.Parallel(TILE, HEAD_DIM):
-                S[v, k] = T.cast(initial_state[x.sequence, x.head, k, x.first_row + v], "float32")
+                S[v, k] = T.cast(initial_state[x.sequence, x.head, k, first_row + v], "float32")
         if state_dtype != "float32":  # or ptxas keeps the narrow values, widens them in the loop, and serializes its products
             T.warpgroup_fence_operand(S, num_regs=TILE * HEAD_DIM // WARP_GROUP)
         for i in T.unroll(x.count, unroll_factor=1):
@@ -77,7 +79,7 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
             T.copy(S, S_in)
             T.barrier_wait(x.ready[s], (i // STAGES) & 1)
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
-            T.call_extern("handle", "flashqla::load_transposed", V.data, T.address_of(x.v_smem[s, 0, 0]))
+            T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[s, w, 0, 0], "r"))
             T.wait_wgmma(0)
             T.copy(x.record_smem[s, DECAY, :], decay)
             for v, t in T.Parallel(TILE, CHUNK):
@@ -100,10 +102,10 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
                 T.barrier_arrive(x.free[s])
         if x.is_transition:
             for v, k in T.Parallel(TILE, HEAD_DIM):
-                transitions[x.segment, x.head, x.first_row + v, k] = S[v, k]
+                transitions[x.segment, x.head, first_row + v, k] = S[v, k]
         else:
             for v, k in T.Parallel(TILE, HEAD_DIM):
-                states[x.segment, x.head, x.first_row + v, k] = S[v, k]
+                states[x.segment, x.head, first_row + v, k] = S[v, k]
 
     @T.macro
     def load(x, k, v, A, records):
@@ -113,7 +115,8 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
             T.barrier_wait(x.free[s], ((i // STAGES) & 1) ^ 1)
             T.tma_copy(k[first:first + CHUNK, x.k_head, :], x.k_smem[s, :, :], barrier=x.ready[s])
             if not x.is_transition:
-                T.tma_copy(v[first:first + CHUNK, x.head, x.first_row:x.first_row + TILE], x.v_smem[s, :, :], barrier=x.ready[s])
+                for w in T.unroll(HALVES):
+                    T.tma_copy(v[first:first + CHUNK, x.head, w * TILE:w * TILE + TILE], x.v_smem[s, w, :, :], barrier=x.ready[s])
             T.tma_copy(A[first:first + CHUNK, x.head, :], x.a_smem[s, :, :], barrier=x.ready[s])
             T.tma_copy(records[x.slot + i, x.head, :, :], x.record_smem[s, :, :], barrier=x.ready[s])
             T.barrier_arrive(x.ready[s])
@@ -134,18 +137,17 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
         segment_chunks: T.int32,
         has_initial_state: T.int32,
     ):
-        with T.Kernel(hv, segments, KINDS * HALVES, threads=THREADS) as (head, segment, part):
+        with T.Kernel(hv, segments, KINDS, threads=THREADS) as (head, segment, kind):
             T.import_source(cuda("tiles", "segments"))
             k_smem = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
-            v_smem = T.alloc_shared((STAGES, CHUNK, TILE), dtype)
+            v_smem = T.alloc_shared((STAGES, HALVES, CHUNK, TILE), dtype)
             a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
             record_smem = T.alloc_shared((STAGES, record, CHUNK), "float32")
             T.annotate_layout({v_smem: make_swizzled_layout(v_smem)})
-            T.annotate_min_blocks_per_sm(2)
             ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
-            free = T.alloc_barrier([WARP_GROUP // WARP] * STAGES)  # STATE -> LOAD
+            free = T.alloc_barrier([STATE_END // WARP] * STAGES)  # STATE -> LOAD
             tx = T.get_thread_binding()
-            is_transition = part < HALVES
+            is_transition = kind == 0
             sequence: T.int32 = T.call_extern(
                 "int32", "flashqla::owner", T.address_of(cu_seqlens[0]), offset_step, sequences, segment_chunks * CHUNK, segment
             )
@@ -164,23 +166,26 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
                 # The first segment starts from a state that is known: nothing is left to multiply.
                 known: T.int32 = T.if_then_else(T.Or(start >= 0, index == 0), 1, 0)
                 skip: T.int32 = T.max(start, 0)
-                if part == HALVES:
+                if kind == 1:
                     if tx == 0:
                         forgets[segment, head] = known
                 x = SimpleNamespace(
                     k_smem=k_smem, v_smem=v_smem, a_smem=a_smem, record_smem=record_smem, ready=ready, free=free, tx=tx,
-                    sequence=sequence, segment=segment, head=head, k_head=T.truncdiv(head, group), first_row=(part % HALVES) * TILE,
+                    sequence=sequence, segment=segment, head=head, k_head=T.truncdiv(head, group),
                     bos=first + skip * CHUNK, slot=slot + skip, count=segment_chunks - skip, is_transition=is_transition,
                     from_initial=T.And(T.And(index == 0, start <= 0), has_initial_state != 0),
                 )
                 if is_transition:  # V = 0
-                    for stage, t, column in T.Parallel(STAGES, CHUNK, TILE):
-                        v_smem[stage, t, column] = 0
+                    for stage, half, t, column in T.Parallel(STAGES, HALVES, CHUNK, TILE):
+                        v_smem[stage, half, t, column] = 0
                     T.sync_threads()
-                if T.Or(part >= HALVES, known == 0):
-                    if tx < STATE_END:
+                if T.Or(kind == 1, known == 0):
+                    if tx < WARP_GROUP:
                         T.inc_max_nreg(STATE_REGISTERS)
-                        run(x, initial_state, states, transitions)
+                        run(x, 0, initial_state, states, transitions)
+                    elif tx < STATE_END:
+                        T.inc_max_nreg(STATE_REGISTERS)
+                        run(x, 1, initial_state, states, transitions)
                     else:
                         T.dec_max_nreg(LOAD_REGISTERS)
                         if tx < LOAD_END:
