@@ -20,31 +20,25 @@ __device__ __forceinline__ float minus_operand(float x) { return __uint_as_float
 // Work is dealt out to CTAs in turns; an item is a slot and a key head, and has a job for each value head of its group.
 __device__ __forceinline__ int turns(int items) { return (items - 1 - int(blockIdx.x)) / int(gridDim.x) + 1; }
 
-// A job of this CTA, by one warp: first token and tokens, at most 64, of the chunk in a slot, none in a slot that no chunk has; the slot; value head
-// and key head; the first of the rows that belong to the slot because they are past the last sequence, `tokens` if there are none; and the turn.
-__device__ __forceinline__ void take_job(int job, int key_heads, int group, const int* offsets, int step, int sequences, int tokens, int* task) {
-  const int turn = unsigned(job) / unsigned(group), item = turn * int(gridDim.x) + int(blockIdx.x);
+// The items of 32 turns of this CTA, a turn a lane: first token and tokens, at most 64, of the chunk in a slot; the slot; the key head. In a slot
+// that no chunk has there are no tokens, and the first is that of the rows that belong to the slot because they are past the last sequence, `tokens`
+// if there are none. Past the last turn the place gets anything.
+__device__ __forceinline__ void look_up(int turn, int key_heads, const int* offsets, int step, int sequences, int tokens, void* place) {
+  const int item = (turn + (threadIdx.x & 31)) * int(gridDim.x) + int(blockIdx.x);
   const int slot = unsigned(item) / unsigned(key_heads), key_head = item - slot * key_heads;
   const int n = owner(offsets, step, sequences, 64, slot);
   const int bos = max(min(offsets[n * step], tokens), 0), eos = max(min(offsets[(n + 1) * step], tokens), bos);
-  const int first = max(bos + (slot - bos / 64 - n) * 64, 0);
+  int first = max(bos + (slot - bos / 64 - n) * 64, 0);
   const int rows = max(min(eos - first, 64), 0);
-  int blank = tokens;
   if (rows == 0) {
     const int end = max(min(offsets[sequences * step], tokens), 0), row = end + (slot - end / 64 - sequences) * 64;
-    if (row >= end) blank = row;
+    first = row >= end ? row : tokens;
   }
-  if ((threadIdx.x & 31) == 0) {
-    reinterpret_cast<int4*>(task)[0] = make_int4(first, rows, slot, key_head * group + job - turn * group);
-    reinterpret_cast<int4*>(task)[1] = make_int4(key_head, blank, turn, 0);
-  }
-  __syncwarp();
+  static_cast<int4*>(place)[threadIdx.x & 31] = make_int4(first, rows, slot, key_head);
 }
-__device__ __forceinline__ void recall(const int* from, int* task) {
-  const int4 a = reinterpret_cast<const int4*>(from)[0], b = reinterpret_cast<const int4*>(from)[1];
-  const int all[7] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z};
-#pragma unroll
-  for (int i = 0; i < 7; ++i) task[i] = all[i];
+__device__ __forceinline__ void recall(const void* place, int* item) {
+  const int4 all = *static_cast<const int4*>(place);
+  item[0] = all.x, item[1] = all.y, item[2] = all.z, item[3] = all.w;
 }
 
 // Zeroes the first pieces of 16 bytes of some rows, which start `stride` pieces apart, by one warp.
