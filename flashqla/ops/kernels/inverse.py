@@ -6,7 +6,7 @@ Shapes  q, k [T, hk, 128] bf16 or fp16; g, beta [T, hv]  ->  A [T, hv, 64]; reco
         on demand the cumulative gate [T, hv] fp32. Rows past the last sequence become 0 in A, o and the cumulative gate.
 Units   g: natural log of the decay, <= 0; G: its inclusive sum inside the chunk
 Grid    a CTA per SM, which takes in turns an item, a chunk and key head; an item has a job for each value head that shares <k[i], k[j]>
-Cost    per value head 12 KB of HBM, 900 instructions of a warp for the inverse and 400 for all else; per item 16 KB and one 64x64x128 GEMM
+Cost    per value head 12 KB of HBM, 850 instructions of a warp for the inverse and 250 for all else; per item 16 KB and one 64x64x128 GEMM
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
 
     PRODUCT  one warpgroup: keys in by TMA, some turns ahead; K K^T of every item, with l2norm also the norms of keys and queries
@@ -194,14 +194,14 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
             recall(x, turn, item)
             load_gates(x, gates, betas, item, item[K_HEAD] * x.group + member)
         while turn < x.turns:
+            if member == 0 and turn % BATCH == 0 and turn + BATCH < x.turns:
+                look_up(x, turn + BATCH)
             recall(x, turn, item)
             head = item[K_HEAD] * x.group + member
             if l2norm:
                 wait_for_product(x, turn)
             if item[ROWS] > 0:
                 prepare(x, gates, betas, item, head, T.truncmod(turn, PRODUCTS))
-            if member == 0 and turn % BATCH == 0 and turn + BATCH < x.turns:
-                look_up(x, turn + BATCH)
             next_turn = turn + more_turns
             next_member = member + more_members
             if next_member >= x.group:
