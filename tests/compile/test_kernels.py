@@ -142,6 +142,10 @@ def test_inverse(arguments: tuple[str | bool, ...]) -> None:
     assert_fits(built, 1)
     assert_inverse_instructions(built, l2norm=bool(arguments[3]))
     assert_inverse_stores_and_publishes(built)
+    kernel = import_module("flashqla.ops.kernels.inverse")
+    # An item is looked up before anybody asks for it, and stays until all have; with a head a group, jobs are turns.
+    assert max(2 * kernel.WARPS, kernel.KEYS) + kernel.PRODUCTS <= kernel.BATCH
+    assert 2 * kernel.BATCH + kernel.WARPS + kernel.PRODUCTS <= kernel.RING
 
 
 @pytest.mark.parametrize("arguments", SUMMARY.values(), ids=SUMMARY)
@@ -303,10 +307,11 @@ def assert_inverse_instructions(built: Built, l2norm: bool) -> None:
     below = [(i, c) for i in range(4) for c in range(i)]
     assert found["HMMA"] == sum(4 * (i - c) + 3 for i, c in below) + 4 * 2
     assert found["STSM"] == 16  # blocks of A
-    assert found["UTMALDG"] == 2  # halves of k
+    assert found["UTMALDG"] == 2 * 2  # halves of k, of the first turns and of later ones
     assert found["UTMASTG"] == 1  # A
-    assert built.source.count("prefetch_rows<") == l2norm  # queries
-    assert built.source.count("__syncthreads()") == 1
+    assert built.source.count("prefetch_rows<") == 2 * l2norm  # queries of those turns
+    assert built.source.count("look_up(") == 2  # of the first turns, before the roles, and of later ones
+    assert built.source.count("__syncthreads()") == 2  # barriers, the first items
     assert built.source.count("__sync_thread_partial(8, 128)") == 1  # rows are zeroed
 
 
@@ -318,10 +323,13 @@ def assert_inverse_stores_and_publishes(built: Built) -> None:
     # A product is stored when it is free to be, and its keys are replaced when all have read them.
     stored = in_order("product_free[", "wait(", "tl::wait_wgmma<0>();")
     stored += r" tl::fence_proxy_async\(\); keys_free[^;]*arrive\(\); flashqla::store_product\([^;]*;"
-    stored += r" product_ready\[\(turn % 11\)\]\.arrive\(\);"
-    assert re.search(stored, built.source)
-    loaded = in_order("take_job(", "keys_free[", "wait(", "tma_load(") + r"[^;]*;.* keys_ready[^;]*arrive\(\);"
-    assert re.search(loaded, built.source)
+    stored += r" product_ready\[\(turn\w* % 12\)\]\.arrive\(\);"
+    loaded = in_order("", "threadIdx.x) < 32) {", "keys_free[", "wait(", "tma_load(")
+    loaded += r"[^;]*;.* keys_ready[^;]*arrive\(\);"
+    assert re.search(loaded + ".*" + stored + loaded, built.source)
+    # Items of the first turns are there before the roles; of later ones, before the job that finds them is done.
+    first = in_order("__syncthreads();", "look_up(0,", "__syncthreads();", "threadIdx.x) < 128) {")
+    assert re.search(first + in_order("", "look_up(", "product_free[", "arrive();"), built.source)
     free = in_order("product_ready[", "wait(", "tl::tma_store_wait<0, true>();", "__syncwarp();")
     inverse = rf"gated_inverse<\w+>\([^;]*;{guard}product_free[^;]*arrive\(\);"
     inverse += rf"{guard}tl::fence_proxy_async\(\);{guard}__syncwarp\(\);"

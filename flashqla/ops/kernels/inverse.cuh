@@ -20,31 +20,25 @@ __device__ __forceinline__ float minus_operand(float x) { return __uint_as_float
 // Work is dealt out to CTAs in turns; an item is a slot and a key head, and has a job for each value head of its group.
 __device__ __forceinline__ int turns(int items) { return (items - 1 - int(blockIdx.x)) / int(gridDim.x) + 1; }
 
-// A job of this CTA, by one warp: first token and tokens, at most 64, of the chunk in a slot, none in a slot that no chunk has; the slot; value head
-// and key head; the first of the rows that belong to the slot because they are past the last sequence, `tokens` if there are none; and the turn.
-__device__ __forceinline__ void take_job(int job, int key_heads, int group, const int* offsets, int step, int sequences, int tokens, int* task) {
-  const int turn = unsigned(job) / unsigned(group), item = turn * int(gridDim.x) + int(blockIdx.x);
+// The items of 32 turns of this CTA, a turn a lane: first token and tokens, at most 64, of the chunk in a slot; the slot; the key head. In a slot
+// that no chunk has there are no tokens, and the first is that of the rows that belong to the slot because they are past the last sequence, `tokens`
+// or more if there are none. Past the last turn the place gets anything.
+__device__ __forceinline__ void look_up(int turn, int key_heads, const int* offsets, int step, int sequences, int tokens, void* place) {
+  const int item = (turn + (threadIdx.x & 31)) * int(gridDim.x) + int(blockIdx.x);
   const int slot = unsigned(item) / unsigned(key_heads), key_head = item - slot * key_heads;
   const int n = owner(offsets, step, sequences, 64, slot);
   const int bos = max(min(offsets[n * step], tokens), 0), eos = max(min(offsets[(n + 1) * step], tokens), bos);
-  const int first = max(bos + (slot - bos / 64 - n) * 64, 0);
+  int first = max(bos + (slot - bos / 64 - n) * 64, 0);
   const int rows = max(min(eos - first, 64), 0);
-  int blank = tokens;
   if (rows == 0) {
     const int end = max(min(offsets[sequences * step], tokens), 0), row = end + (slot - end / 64 - sequences) * 64;
-    if (row >= end) blank = row;
+    first = row >= end ? row : tokens;
   }
-  if ((threadIdx.x & 31) == 0) {
-    reinterpret_cast<int4*>(task)[0] = make_int4(first, rows, slot, key_head * group + job - turn * group);
-    reinterpret_cast<int4*>(task)[1] = make_int4(key_head, blank, turn, 0);
-  }
-  __syncwarp();
+  static_cast<int4*>(place)[threadIdx.x & 31] = make_int4(first, rows, slot, key_head);
 }
-__device__ __forceinline__ void recall(const int* from, int* task) {
-  const int4 a = reinterpret_cast<const int4*>(from)[0], b = reinterpret_cast<const int4*>(from)[1];
-  const int all[7] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z};
-#pragma unroll
-  for (int i = 0; i < 7; ++i) task[i] = all[i];
+__device__ __forceinline__ void recall(const void* place, int* item) {
+  const int4 all = *static_cast<const int4*>(place);
+  item[0] = all.x, item[1] = all.y, item[2] = all.z, item[3] = all.w;
 }
 
 // Zeroes the first pieces of 16 bytes of some rows, which start `stride` pieces apart, by one warp.
@@ -96,7 +90,7 @@ template <typename Element> __device__ __forceinline__ void inverse_norms(const 
 }
 
 // Per-token factors of a head that the inverse needs, vectors of 64 floats. `row`, `col`: base-2 logs whose difference is the decay from
-// token j to token i times both inverse key norms. Between different 16-token blocks that is start[i] * stop[j] times the decay of
+// token j to token i of a 16-token block times both inverse key norms. Between different blocks that is start[i] * stop[j] times the decay of
 // the blocks between, every factor at most 1: no exponential per element. `start` includes beta.
 enum { kRowLog = 0, kColLog = 64, kBeta = 128, kStart = 192, kStop = 256, kBetween = 320, kVectors = 324 };
 
@@ -108,14 +102,19 @@ __device__ __forceinline__ void chunk_factors(const Gate* gates, const Beta* bet
   const float2 gate = make_float2(float(gates[0]), float(gates[1])), b = make_float2(float(betas[0]), float(betas[1]));
   // A difference of sums with an infinity in them is not a number; 2^-126 is as good as a full reset.
   const float x = fmaxf(gate.x * kLog2e, -126.f), y = x + fmaxf(gate.y * kLog2e, -126.f);
-  float sum = y;
+  float sum = y;  // inside a block of 16 tokens
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
+  for (int d = 1; d < 8; d *= 2) {
     const float up = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += up;
+    if ((lane & 7) >= d) sum += up;
   }
-  const float c1 = sum, c0 = sum - y + x, total = __shfl_sync(~0u, sum, 31);
-  const float end = __shfl_sync(~0u, sum, lane | 7), before = __shfl_sync(~0u, sum, (lane & 24) - 1), start = lane < 8 ? 0.f : before;
+  const float c1 = sum, c0 = sum - y + x, end = __shfl_sync(~0u, sum, lane | 7);
+  float start = 0.f, total = 0.f;
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    if (lane >> 3 == block) start = total;
+    total += __shfl_sync(~0u, sum, 8 * block + 7);
+  }
   float2 rq = make_float2(1.f, 1.f), rk = rq, lq = make_float2(0.f, 0.f), lk = lq;
   if constexpr (kNorm) {
     rq = *reinterpret_cast<const float2*>(q_norm + 2 * lane);
@@ -123,16 +122,16 @@ __device__ __forceinline__ void chunk_factors(const Gate* gates, const Beta* bet
     lq = make_float2(log2f(rq.x), log2f(rq.y));
     lk = make_float2(log2f(rk.x), log2f(rk.y));
   }
-  put_record<kBackward>(record, make_float2(c0, c1), total, b, rq, rk, lq, lk, scale);
+  put_record<kBackward>(record, make_float2(start + c0, start + c1), total, b, rq, rk, lq, lk, scale);
   put_two(vectors + kRowLog, c0 + lk.x, c1 + lk.y);
   put_two(vectors + kColLog, c0 - lk.x, c1 - lk.y);
   put_two(vectors + kBeta, b.x, b.y);
-  put_two(vectors + kStart, b.x * ex2(c0 - start) * rk.x, b.y * ex2(c1 - start) * rk.y);
+  put_two(vectors + kStart, b.x * ex2(c0) * rk.x, b.y * ex2(c1) * rk.y);
   put_two(vectors + kStop, ex2(end - c0) * rk.x, ex2(end - c1) * rk.y);
-  if ((lane & 7) == 7) vectors[kBetween + (lane >> 3)] = ex2(c1 - start);
+  if ((lane & 7) == 7) vectors[kBetween + (lane >> 3)] = ex2(c1);
   if (has_cumulative) {
-    if (2 * lane < rows) cumulative[2 * lane * stride] = c0 * kLn2;
-    if (2 * lane + 1 < rows) cumulative[(2 * lane + 1) * stride] = c1 * kLn2;
+    if (2 * lane < rows) cumulative[2 * lane * stride] = (start + c0) * kLn2;
+    if (2 * lane + 1 < rows) cumulative[(2 * lane + 1) * stride] = (start + c1) * kLn2;
   }
 }
 

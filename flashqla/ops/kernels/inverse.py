@@ -6,12 +6,13 @@ Shapes  q, k [T, hk, 128] bf16 or fp16; g, beta [T, hv]  ->  A [T, hv, 64]; reco
         on demand the cumulative gate [T, hv] fp32. Rows past the last sequence become 0 in A, o and the cumulative gate.
 Units   g: natural log of the decay, <= 0; G: its inclusive sum inside the chunk
 Grid    a CTA per SM, which takes in turns an item, a chunk and key head; an item has a job for each value head that shares <k[i], k[j]>
-Cost    per value head 12 KB of HBM, 900 instructions of a warp for the inverse and 400 for all else; per item 16 KB and one 64x64x128 GEMM
+Cost    per value head 12 KB of HBM, 850 instructions of a warp for the inverse and 250 for all else; per item 16 KB and one 64x64x128 GEMM
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
 
-    PRODUCT  one warpgroup: K K^T of every item, with l2norm also the norms of keys and queries
-    INVERT   eleven warps, each for itself: job j of the CTA is for warp j % WARPS, whatever item it is of
-    LOAD     one warp: keys in by TMA, some turns ahead. To find an item takes it longer than PRODUCT takes to multiply
+    PRODUCT  one warpgroup: keys in by TMA, some turns ahead; K K^T of every item, with l2norm also the norms of keys and queries
+    INVERT   twelve warps, each for itself: job j of the CTA is for warp j % WARPS, whatever item it is of
+
+To find an item takes longer than to multiply its keys. So a warp looks up a batch of them, a turn a lane, long before anybody asks for one.
 
 The inverse is a long chain of short steps, which only other warps hide. So no warp waits for another but through the ring of products, whose
 stage is free when every job of its item has read it. Where a group is one head, six products keep half of the warps inverting while the others
@@ -41,16 +42,22 @@ from flashqla.ops.kernels.common import (
     cuda,
 )
 
-WARPS = 11  # that invert: with the other five warps they share the registers of an SM, 128 a thread. One more would leave each 96
+WARPS = 12  # that invert: with those of PRODUCT they share the registers of an SM, 128 a thread. One more would leave each 96
 PRODUCT_END = WARP_GROUP
-INVERT_END = PRODUCT_END + WARPS * WARP
-THREADS = INVERT_END + WARP
+THREADS = PRODUCT_END + WARPS * WARP
 KEYS, PRODUCTS = 3, 6  # stages; what shared memory has left for them
 BLOCKS = 10 * 16 * 16  # floats of the lower triangle of a product
 PIECE = 8  # elements of A and o in 16 bytes
 VECTORS = 324  # floats of one head's per-token factors, kVectors in inverse.cuh
-FIRST, ROWS, SLOT, HEAD, K_HEAD, BLANK, TURN = range(7)  # of a job, as take_job writes it
-JOB = 8  # its integers, and one more for alignment
+FIRST, ROWS, SLOT, K_HEAD = range(4)  # of an item, as look_up writes it
+ITEM = 4  # its integers
+BATCH = WARP  # turns looked up at once, in job 0 of the turn that is BATCH before the first of them
+# Items stand in a ring, batch upon batch. Who has seen a product ready, sees what was written in all jobs PRODUCTS turns before it and back.
+#   ready  INVERT asks for its next job before it waits for the product of this one. It has seen that of the job before, from which there are at most
+#          2 * WARPS turns to the next: 2 * WARPS + PRODUCTS <= BATCH. PRODUCT asks only KEYS turns ahead.
+#   free   Who looks up in turn t has seen a product at most WARPS turns old, so the jobs of turn t - WARPS - PRODUCTS are done. The last place it
+#          takes was that of turn t + 2 * BATCH - 1 - RING. Three batches would do, but are no power of two.
+RING = 4 * BATCH
 
 
 def alloc_barrier(counts):
@@ -70,40 +77,45 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
     q0, q1, k0, k1, g0, g1, b0, b1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "g0", "g1", "b0", "b1"))
 
     @T.macro
-    def take(x, job, places, at, task):
-        """What a job of this CTA is, into registers, through a place of this warp in shared memory."""
+    def look_up(x, turn):
+        """The batch of items from a turn on, by one warp."""
         T.call_extern(
-            "handle", "flashqla::take_job", job, hk, x.group, T.address_of(x.cu_seqlens[0]), x.offset_step, x.sequences, x.tokens,
-            T.address_of(places[at, 0]),
+            "handle", "flashqla::look_up", turn, hk, T.address_of(x.cu_seqlens[0]), x.offset_step, x.sequences, x.tokens,
+            T.address_of(x.items[turn % RING, 0]),
         )
-        T.call_extern("handle", "flashqla::recall", T.address_of(places[at, 0]), task.data)
 
     @T.macro
-    def load(x, q, k):
-        item = T.alloc_local((JOB,), "int32")
-        for turn in T.unroll(x.turns, unroll_factor=1):
-            s = turn % KEYS
-            take(x, turn * x.group, x.items, turn % (2 * KEYS), item)
-            if l2norm:
-                T.call_extern("handle", f"flashqla::prefetch_rows<{element}>", T.address_of(q[item[FIRST], item[K_HEAD], 0]), q0, item[ROWS])
-            T.barrier_wait(x.keys_free[s], ((turn // KEYS) & 1) ^ 1)
+    def recall(x, turn, item):
+        T.call_extern("handle", "flashqla::recall", T.address_of(x.items[turn % RING, 0]), item.data)
+
+    @T.macro
+    def load_keys(x, q, k, turn, item):
+        """The keys of a turn, by one warp."""
+        if turn < x.turns:
+            recall(x, turn, item)
+            T.barrier_wait(x.keys_free[turn % KEYS], ((turn // KEYS) & 1) ^ 1)
             if item[ROWS] > 0:
                 for half in T.unroll(2):
                     T.tma_copy(
                         k[item[FIRST]:item[FIRST] + CHUNK, item[K_HEAD], half * TILE:half * TILE + TILE],
-                        x.k_smem[s, half * CHUNK:half * CHUNK + CHUNK, :], barrier=x.keys_ready[s],
+                        x.k_smem[turn % KEYS, half * CHUNK:half * CHUNK + CHUNK, :], barrier=x.keys_ready[turn % KEYS],
                     )
-            T.barrier_arrive(x.keys_ready[s])
+            T.barrier_arrive(x.keys_ready[turn % KEYS])
+            if l2norm:
+                T.call_extern("handle", f"flashqla::prefetch_rows<{element}>", T.address_of(q[item[FIRST], item[K_HEAD], 0]), q0, item[ROWS])
 
     @T.macro
-    def multiply(x, q):
+    def multiply(x, q, k):
         product = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        item = T.alloc_local((JOB,), "int32")
+        item = T.alloc_local((ITEM,), "int32")
+        if x.tx < WARP:
+            for turn in T.unroll(KEYS, unroll_factor=1):
+                load_keys(x, q, k, turn, item)
         for turn in T.unroll(x.turns, unroll_factor=1):
             s = turn % KEYS
             p = turn % PRODUCTS
             T.barrier_wait(x.keys_ready[s], (turn // KEYS) & 1)
-            T.call_extern("handle", "flashqla::recall", T.address_of(x.items[turn % (2 * KEYS), 0]), item.data)
+            recall(x, turn, item)
             # The product under no condition: ptxas takes one that rests on an item for one that may divide a warp, and puts products in series.
             if item[ROWS] < CHUNK:  # rows of another sequence, or of nobody: anything may stand there
                 if x.tx < 2 * WARP:
@@ -125,35 +137,36 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
             T.barrier_arrive(x.keys_free[s])
             T.call_extern("handle", "flashqla::store_product", product.data, T.address_of(x.products[p, 0]))
             T.barrier_arrive(x.product_ready[turn % WARPS])
+            if x.tx < WARP:
+                load_keys(x, q, k, turn + KEYS, item)
 
     @T.macro
-    def load_gates(x, gates, betas, job):
+    def load_gates(x, gates, betas, item, head):
         """Gate and beta of two tokens into registers of each lane."""
-        rows = T.if_then_else(x.has_gate != 0, job[ROWS], 0)
-        T.call_extern("handle", "flashqla::two_tokens", gates.data, T.address_of(x.g[0, 0]), job[FIRST], g0, job[HEAD], g1, rows)
-        T.call_extern("handle", "flashqla::two_tokens", betas.data, T.address_of(x.beta[0, 0]), job[FIRST], b0, job[HEAD], b1, job[ROWS])
+        rows = T.if_then_else(x.has_gate != 0, item[ROWS], 0)
+        T.call_extern("handle", "flashqla::two_tokens", gates.data, T.address_of(x.g[0, 0]), item[FIRST], g0, head, g1, rows)
+        T.call_extern("handle", "flashqla::two_tokens", betas.data, T.address_of(x.beta[0, 0]), item[FIRST], b0, head, b1, item[ROWS])
 
     @T.macro
-    def prepare(x, gates, betas, job, p):
+    def prepare(x, gates, betas, item, head, p):
         """The factors of this job into shared memory, its record to HBM."""
         T.call_extern(
             "handle", factors, gates.data, betas.data, T.address_of(x.norms[p, 1, 0]), T.address_of(x.norms[p, 0, 0]), T.address_of(x.vectors[x.warp, 0]),
-            T.address_of(x.records[job[SLOT], job[HEAD], 0, 0]), T.address_of(x.cumulative[job[FIRST] * x.has_cumulative, job[HEAD]]), hv, job[ROWS],
+            T.address_of(x.records[item[SLOT], head, 0, 0]), T.address_of(x.cumulative[item[FIRST] * x.has_cumulative, head]), hv, item[ROWS],
             x.scale, x.has_cumulative,
         )
 
     @T.macro
-    def blank(x, A, o, job):
+    def blank(x, A, o, row, head):
         """Zeros for the rows past the last sequence, which belong to the slots past its last chunk."""
-        row = job[BLANK]
         if row < x.tokens:
             rows: T.int32 = T.min(x.tokens - row, CHUNK)
-            T.call_extern("handle", f"flashqla::zero_pieces<{HEAD_DIM // PIECE}>", T.address_of(o[row, job[HEAD], 0]), hv * (HEAD_DIM // PIECE), rows)
-            T.call_extern("handle", f"flashqla::zero_pieces<{CHUNK // PIECE}>", T.address_of(A[row, job[HEAD], 0]), hv * (CHUNK // PIECE), rows)
+            T.call_extern("handle", f"flashqla::zero_pieces<{HEAD_DIM // PIECE}>", T.address_of(o[row, head, 0]), hv * (HEAD_DIM // PIECE), rows)
+            T.call_extern("handle", f"flashqla::zero_pieces<{CHUNK // PIECE}>", T.address_of(A[row, head, 0]), hv * (CHUNK // PIECE), rows)
             if x.has_cumulative != 0:
                 for half in T.unroll(2):
                     if half * WARP + x.tx % WARP < rows:
-                        x.cumulative[row + half * WARP + x.tx % WARP, job[HEAD]] = 0.0
+                        x.cumulative[row + half * WARP + x.tx % WARP, head] = 0.0
 
     def tiles_of(A):
         """The descriptor of 64x64 tiles of A, as `T.tma_copy` would make it: shape, strides in bytes, box, swizzle of 128 bytes."""
@@ -163,34 +176,46 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
         )
 
     @T.macro
-    def wait_for_product(x, job):
-        T.barrier_wait(x.product_ready[T.truncmod(job[TURN], WARPS)], T.truncdiv(job[TURN], WARPS) & 1)
+    def wait_for_product(x, turn):
+        T.barrier_wait(x.product_ready[T.truncmod(turn, WARPS)], T.truncdiv(turn, WARPS) & 1)
 
     @T.macro
     def invert(x, A, o):
-        job = T.alloc_local((JOB,), "int32")
+        item = T.alloc_local((ITEM,), "int32")
         gates = T.alloc_local((2,), g_dtype)
         betas = T.alloc_local((2,), beta_dtype)
-        jobs = T.alloc_var("int32")  # of this warp
-        jobs = T.truncdiv(x.turns * x.group - x.warp + WARPS - 1, WARPS)
-        if jobs > 0:
-            take(x, x.warp, x.jobs, 2 * x.warp, job)
-            load_gates(x, gates, betas, job)
-        for n in T.unroll(jobs, unroll_factor=1):
-            T.call_extern("handle", "flashqla::recall", T.address_of(x.jobs[2 * x.warp + (n & 1), 0]), job.data)
+        # A job is a member of the group of its turn. From one of this warp to the next there are WARPS jobs.
+        turn, member, next_turn, next_member, more_turns, more_members, head = (T.alloc_var("int32") for _ in range(7))
+        turn = T.truncdiv(x.warp, x.group)
+        member = T.truncmod(x.warp, x.group)
+        more_turns = T.truncdiv(WARPS, x.group)
+        more_members = T.truncmod(WARPS, x.group)
+        if turn < x.turns:
+            recall(x, turn, item)
+            load_gates(x, gates, betas, item, item[K_HEAD] * x.group + member)
+        while turn < x.turns:
+            if member == 0 and turn % BATCH == 0 and turn + BATCH < x.turns:
+                look_up(x, turn + BATCH)
+            recall(x, turn, item)
+            head = item[K_HEAD] * x.group + member
             if l2norm:
-                wait_for_product(x, job)
-            if job[ROWS] > 0:
-                prepare(x, gates, betas, job, T.truncmod(job[TURN], PRODUCTS))
-            if n + 1 < jobs:  # what the next job needs comes while this one is inverted
-                take(x, (n + 1) * WARPS + x.warp, x.jobs, 2 * x.warp + ((n + 1) & 1), job)
-                load_gates(x, gates, betas, job)
+                wait_for_product(x, turn)
+            if item[ROWS] > 0:
+                prepare(x, gates, betas, item, head, T.truncmod(turn, PRODUCTS))
+            next_turn = turn + more_turns
+            next_member = member + more_members
+            if next_member >= x.group:
+                next_turn += 1
+                next_member -= x.group
+            if next_turn < x.turns:  # what the next job needs comes while this one is inverted
+                recall(x, next_turn, item)
+                load_gates(x, gates, betas, item, item[K_HEAD] * x.group + next_member)
             T.sync_warp()  # the factors are there
-            T.call_extern("handle", "flashqla::recall", T.address_of(x.jobs[2 * x.warp + (n & 1), 0]), job.data)  # again, or it would wait for that in registers
-            p: T.int32 = T.truncmod(job[TURN], PRODUCTS)
+            recall(x, turn, item)  # again, or it would wait for that in registers
+            p: T.int32 = T.truncmod(turn, PRODUCTS)
             if not l2norm:
-                wait_for_product(x, job)
-            if job[ROWS] > 0:
+                wait_for_product(x, turn)
+            if item[ROWS] > 0:
                 T.tma_store_wait(0, read=True)  # the tile before this one has left
                 T.sync_warp()
                 T.call_extern(
@@ -199,17 +224,20 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
                 )
             # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
             T.barrier_arrive(x.product_free[p])
-            if job[ROWS] > 0:
+            if item[ROWS] > 0:
                 T.fence_proxy_async()
                 T.sync_warp()
-                if job[ROWS] == CHUNK:
-                    T.call_extern("handle", "flashqla::send_tile", tiles_of(A), T.address_of(x.a_smem[x.warp, 0, 0]), job[FIRST], job[HEAD])
+                if item[ROWS] == CHUNK:
+                    T.call_extern("handle", "flashqla::send_tile", tiles_of(A), T.address_of(x.a_smem[x.warp, 0, 0]), item[FIRST], head)
                 else:
                     T.call_extern(
-                        "handle", f"flashqla::store_rows<{element}>", T.address_of(x.a_smem[x.warp, 0, 0]), T.address_of(A[job[FIRST], job[HEAD], 0]), hv * CHUNK, job[ROWS],
+                        "handle", f"flashqla::store_rows<{element}>", T.address_of(x.a_smem[x.warp, 0, 0]), T.address_of(A[item[FIRST], head, 0]), hv * CHUNK, item[ROWS],
                     )
                     T.sync_warp()  # the tile has been read
-            blank(x, A, o, job)
+            else:
+                blank(x, A, o, item[FIRST], head)
+            turn = next_turn
+            member = next_member
         T.tma_store_wait(0, read=False)
 
     @T.prim_func
@@ -240,10 +268,9 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
             products = T.alloc_shared((PRODUCTS, BLOCKS), "float32")
             norms = T.alloc_shared((PRODUCTS, 2, CHUNK), "float32")  # inverse norms of keys, of queries
             vectors = T.alloc_shared((WARPS, VECTORS), "float32")
-            items = T.alloc_shared((2 * KEYS, JOB), "int32")  # an item is looked up while the keys of the one KEYS before it still stand there
-            job_smem = T.alloc_shared((2 * WARPS, JOB), "int32")  # of a warp, this one and the next
-            keys_ready = T.alloc_barrier([WARP] * KEYS)  # TMA, LOAD -> PRODUCT
-            keys_free = T.alloc_barrier([WARP_GROUP] * KEYS)  # PRODUCT -> LOAD
+            items = T.alloc_shared((RING, ITEM), "int32")
+            keys_ready = T.alloc_barrier([WARP] * KEYS)  # TMA, first warp of PRODUCT -> PRODUCT
+            keys_free = T.alloc_barrier([WARP_GROUP] * KEYS)  # PRODUCT -> its first warp
             # More than there are stages: from one job of a warp to the next there may be WARPS products, and a barrier that had come round
             # between them would have the parity of the next before it is there.
             product_ready = T.alloc_barrier([WARP_GROUP] * WARPS)  # PRODUCT -> INVERT
@@ -258,14 +285,15 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
             x = SimpleNamespace(
                 g=g, beta=beta, records=records, cumulative=cumulative, cu_seqlens=cu_seqlens, offset_step=offset_step, sequences=sequences,
                 tokens=tokens, group=group, scale=scale, has_gate=has_gate, has_cumulative=has_cumulative, has_beta=has_beta,
-                a_smem=a_smem, k_smem=k_smem, products=products, norms=norms, vectors=vectors, items=items, jobs=job_smem,
+                a_smem=a_smem, k_smem=k_smem, products=products, norms=norms, vectors=vectors, items=items,
                 keys_ready=keys_ready, keys_free=keys_free, product_ready=product_ready, product_free=product_free, tx=tx, warp=(tx - PRODUCT_END) // WARP, turns=turns,
             )
+            if tx < WARP:
+                look_up(x, 0)
+            T.sync_threads()  # the first batch is there
             if tx < PRODUCT_END:
-                multiply(x, q)
-            elif tx < INVERT_END:
-                invert(x, A, o)
+                multiply(x, q, k)
             else:
-                load(x, q, k)
+                invert(x, A, o)
 
     return gated_inverse
