@@ -117,7 +117,7 @@ def _content(path: Path) -> dict[str, Any]:
     wrong += [f"unknown {name}" for name in content if name not in TENSORS and name not in SETTINGS]
     wrong += [f"{name} {why}" for name in TENSORS if (why := _strange(content.get(name)))]
     wrong += [
-        f"{name} = {content[name]!r}"
+        f"{name} = {content[name]!r:.80}"
         for name, default in SETTINGS.items()
         if name in content and not isinstance(content[name], bool if default is not None else float | int | None)
     ]
@@ -172,7 +172,15 @@ def _safe(path: Path) -> dict[str, Any]:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
     metadata.pop("format", None)  # which other writers of such files put there
-    return tensors | {name: json.loads(text.lower()) for name, text in metadata.items()}
+    return tensors | {name: _setting(text) for name, text in metadata.items()}
+
+
+def _setting(text: str) -> Any:
+    """A value from its JSON, or as Python writes it; what is neither, as Infinity, stays a text."""
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
 
 
 def _judge(arguments: Mapping[str, Any]) -> checks.Problem:

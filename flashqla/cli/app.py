@@ -98,7 +98,7 @@ class _Results(FileIO):
 
     failed = False
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data) if not self.failed else len(data)
         except BrokenPipeError:
@@ -111,7 +111,7 @@ class _Results(FileIO):
 class _Notes(FileIO):
     """What stderr writes to. Notes that cannot be written are lost, and change nothing else."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError:
