@@ -215,7 +215,7 @@ def beyond(found: Mapping[str, TensorErrors], allowed: Mapping[str, float]) -> l
 def instability(inputs: Inputs) -> str | None:
     """Why errors mean nothing on these inputs: they are not finite, or the rule itself diverges. None where they do."""
     if spoiled := _not_finite(inputs):
-        return f"not judged: inputs that are not finite, {spoiled}"
+        return f"inputs that are not finite: {spoiled}"
     tokens = inputs.case.tokens if inputs.case.packed else inputs.v.shape[1]
     g, beta, k = (x[:, :tokens].float() for x in (inputs.g, inputs.beta, inputs.k))
     if g.numel() == 0:
@@ -230,7 +230,7 @@ def instability(inputs: Inputs) -> str | None:
 
 
 def _not_finite(inputs: Inputs) -> str:
-    """Entries that spoil every result, as `q 3, k 1`. Not gates of -inf, which are resets, nor rows of a tail."""
+    """Entries that spoil every result, as `3 in q, 1 in k`. Not gates of -inf, which are resets, nor rows of a tail."""
     counts = {}
     for name in ("q", "k", "v", "g", "beta", "initial_state"):
         x = inputs.tensors().get(name)
@@ -240,7 +240,7 @@ def _not_finite(inputs: Inputs) -> str:
             x = x[:, : inputs.case.tokens]
         good = x.isfinite() | x.isneginf() if name == "g" else x.isfinite()
         counts[name] = x.numel() - int(good.count_nonzero())
-    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+    return ", ".join(f"{count} in {name}" for name, count in counts.items() if count)
 
 
 def strong_gates(inputs: Inputs) -> bool:
