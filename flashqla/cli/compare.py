@@ -85,7 +85,7 @@ def compare(
     from flashqla.verdicts import FORMATS
 
     limits = comparing.read_thresholds(thresholds) if thresholds else comparing.Thresholds()
-    limits = replace(limits, default=comparing.threshold(fail)) if fail else limits
+    limits = replace(limits, default=comparing.threshold(fail)) if fail is not None else limits
     after = comparing.only(read(new), backend or ())
     before = comparing.only(_baseline(old, after, allow_missing_baseline), backend or ())
     verdicts = comparing.compare(before, after, limits, [mix.value for mix in allow or ()])

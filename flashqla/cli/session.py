@@ -71,7 +71,7 @@ def run(
     resume  a file with some of them, which this run takes over, and replaces unless `json` names another one
     """
     if resume and json is None:
-        json = str(_whole(resume))
+        json = str(records.whole(resume))
     path = Path(json) if json not in (None, "-") else None
     if out:
         if str(out) == "-" or (path and path.resolve() == out.resolve()):
@@ -79,10 +79,15 @@ def run(
         out = destination(out)
     header = Run(kind=kind, argv=sys.argv[1:], started=now(), environment=device.environment(), settings=settings)
     if resume:
-        header = records.resume(records.read(resume), header, rows)
+        begun, found = records.gather(resume)
+        for part, what in found.items():
+            console.note(f"{part}: {what}")
+        header = records.resume(begun, header, rows)
     kept = header.records
     total = len(rows) - len(kept)
     writer = Writer(path, header)
+    if writer.aside:
+        console.note(f"what a killed run left there is now {writer.aside}")
     stopped = False
     with _signals({signal.SIGTERM: signal.default_int_handler}):
         try:
@@ -125,11 +130,6 @@ def _command(path: Path) -> str:
         elif not argument.startswith("--resume="):
             words.append(argument)
     return shlex.join(["flashqla", *words, "--resume", str(path)])
-
-
-def _whole(path: Path) -> Path:
-    """The file that a part file belongs to."""
-    return path.with_name(path.name.removesuffix(".old").removesuffix(".jsonl"))
 
 
 @contextmanager

@@ -96,8 +96,9 @@ def absent() -> Callable[..., Record]:
 
     def make(case: Case, backend: str, status: str = "missing", **fields: Any) -> Record:
         return Record.of(
-            case, backend=backend, direction="fwd", command="bench", status=status, seed=0,  # type: ignore[arg-type]
-            **{"reason": "it is not installed", "hint": f"pip install {backend}", **fields},
+            case, backend=backend, status=status, seed=0,  # type: ignore[arg-type]
+            **{"direction": "fwd", "command": "bench", "reason": "it is not installed",
+               "hint": f"pip install {backend}", **fields},
         )  # fmt: skip
 
     return make

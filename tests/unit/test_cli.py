@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -222,6 +224,8 @@ def test_cases_of_a_file_are_listed_and_filtered(own: str) -> None:
 @pytest.mark.parametrize("command", [["verify"], ["bench", "fwd"]], ids=" ".join)
 def test_cases_of_a_file_are_run_alone(command: list[str], layers: Layers, own: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
+    good = layers.answer
+    layers.answer = lambda case, backend: good(case, backend).model_copy(update={"command": command[0]})
     result = invoke(*command, "--cases", own, "-k", "short", "--json", str(path))
     assert result.exit_code == 0, result.stderr
     assert [case.note for case in layers.asked["cases"]] == ["short"]
@@ -339,11 +343,13 @@ def test_bench_shows_memory_when_asked(layers: Layers, timed: Make) -> None:
 
 def test_verify_takes_a_direction(layers: Layers, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
+    good = layers.answer
     for arguments, kind, direction in (
         ([], "verify-fwd", "fwd"),
         (["fwd"], "verify-fwd", "fwd"),
         (["bwd"], "verify-bwd", "bwd"),
     ):
+        layers.answer = lambda case, backend, way=direction: good(case, backend).model_copy(update={"direction": way})
         result = invoke("verify", *arguments, "--suite", "smoke", "--json", str(path))
         assert result.exit_code == 0
         assert result.stdout.startswith(f"flashqla verify {direction}\n")
@@ -453,7 +459,8 @@ def test_a_run_goes_on_where_it_was_interrupted(
 
     layers.before = stop
     good = layers.answer
-    layers.answer = lambda case, backend: absent(case, backend, "oom") if "zero" in case.id else good(case, backend)
+    oom = partial(absent, status="oom", command="verify")
+    layers.answer = lambda case, backend: oom(case, backend) if "zero" in case.id else good(case, backend)
     path = tmp_path / "a run.json"
     command = argv(monkeypatch, "verify", "--suite", "smoke", "--json", str(path))
     result = invoke(*command)
@@ -499,6 +506,41 @@ def test_a_part_file_is_resumed_into_the_file_it_belongs_to(
     assert [(r.case_id, r.backend) for r in read(path).records] == [
         (case.id, backend) for case in suite("smoke") for backend in ("flashqla", "fla")
     ]
+
+
+def test_a_resumed_run_that_was_killed_loses_no_row(
+    layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.json"
+    moments = (datetime(2026, 3, 1, hour, tzinfo=UTC) for hour in range(24))
+    monkeypatch.setattr(sys.modules["flashqla.cli.session"], "now", lambda: next(moments))
+    rows = 2 * len(suite("smoke"))
+
+    def end_after(count: int, error: type[BaseException]) -> Callable[[int], None]:
+        def end(done: int) -> None:
+            if done == count:
+                raise error
+
+        return end
+
+    layers.before = end_after(2, KeyboardInterrupt)
+    invoke("verify", "--suite", "smoke", "--json", str(path))
+    for kept, stderr in ((2, ""), (5, "5 rows of this run, taken over"), (8, "8 rows of this run, taken over")):
+        layers.before = end_after(3, ZeroDivisionError)
+        result = invoke(*argv(monkeypatch, "verify", "--suite", "smoke", "--resume", str(path)))
+        assert stderr in result.stderr
+        assert len(layers.asked["kept"]) == kept
+        del result
+        gc.collect()  # a process that has ended locks nothing
+    names = [path.name, *(f"{path.name}.jsonl{ending}" for ending in ("", ".old", ".old.2"))]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    layers.before = lambda count: None
+    result = invoke("verify", "--suite", "smoke", "--resume", str(path))
+    assert f"note: {path}.jsonl: 11 rows of this run, taken over\n" in result.stderr
+    assert f"note: what a killed run left there is now {path}.jsonl.old.3\n" in result.stderr
+    assert len(layers.asked["kept"]) == 11
+    assert len(read(path).records) == rows
+    assert [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_wrong_usage_is_2(old: str, save: Save, verified: Make, tmp_path: Path) 
         [old, str(tmp_path / "none.json")],
         [old, verify],
         [old, old, "--fail", "5"],
+        [old, old, "--fail", ""],
         [old, old, "--thresholds", str(tmp_path / "none.toml")],
         [old, old, "--allow", "anything"],
         [old, old, "--format", "xml"],

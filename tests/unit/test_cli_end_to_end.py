@@ -259,6 +259,32 @@ def test_a_result_that_cannot_be_printed_is_a_known_error(tmp_path: Path) -> Non
     assert done.stderr == "error: stdout cannot be written\n  given      No space left on device\n"
 
 
+@pytest.mark.parametrize("command", ["--help", "verify --help", "--version"])
+def test_help_that_cannot_be_printed_is_a_known_error(tmp_path: Path, command: str) -> None:
+    shell = f"{sys.executable} -m flashqla {command} > /dev/full"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: stdout cannot be written\n  given      No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("bench fwd --suite cpu --lens 1x512 --repeats 2 --backend flashqla", 0),
+        ("cases --nonsense", 2),
+        ("show none.json", 2),
+        ("cases -k zzz", 4),
+    ],
+)
+@pytest.mark.parametrize("stderr", ["2> /dev/full", "2>&-"])
+def test_notes_that_cannot_be_written_change_nothing(tmp_path: Path, command: str, code: int, stderr: str) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    shell = f"{sys.executable} -m flashqla {command} {stderr}"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, timeout=300)
+    assert done.returncode == code
+    assert bool(done.stdout) == (code == 0)
+
+
 def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -82,7 +82,7 @@ def verify(make_run: Callable[..., Run], verified: Make, absent: Make) -> Run:
         verified(B, "flashqla", 1e-3, 1e-3),
         verified(B, "fla", 0.5, 1.0, passed=False),
         verified(C, "flashqla", 2e-3, 1e-3),
-        absent(C, "fla", "unsupported", reason="no packed rows", hint=None),
+        absent(C, "fla", "unsupported", command="verify", reason="no packed rows", hint=None),
         kind="verify-fwd",
     )
 
