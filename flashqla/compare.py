@@ -90,6 +90,19 @@ def compare(old: Run, new: Run, thresholds: Thresholds | None = None, allow: Col
     return sorted(verdicts, key=lambda row: (not row.counts, WORDS.index(row.word), -(row.ratio or 0)))
 
 
+def unjudged(verdicts: Sequence[Verdict]) -> tuple[int, str]:
+    """How many rows that count could be judged, and a line about those that could not; no line where there are none."""
+    compared = [row for row in verdicts if row.counts and row.word in COMPARED]
+    unclear = [row for row in compared if row.word == "unclear"]
+    few = sum(row.quantity == "ms" and row.interval is None for row in unclear)
+    judged = len(compared) - len(unclear)
+    if not unclear:
+        return judged, ""
+    why = f", {few} of them with too few samples" if few else ""
+    do = "; measure longer, with --budget and --repeats" if unclear[0].quantity == "ms" else ""
+    return judged, f"{judged} of {len(compared)} rows could be judged: {len(unclear)} unclear{why}{do}"
+
+
 def changes(old: Run, new: Run) -> list[str]:
     """What else differs between two runs, as `torch 2.13.0 -> 2.14.0`."""
     facts = [

@@ -16,9 +16,23 @@ from xml.etree import ElementTree
 
 from flashqla import junit as xml
 from flashqla import plots, tables
+from flashqla.compare import MIN_SAMPLES
 from flashqla.plots import HEAT
 from flashqla.records import Record, Run, judged, went_wrong
-from flashqla.tables import NOISY, Page, Table, bench_page, blocks, columns, markdown, noisy, page, reached, speedups
+from flashqla.tables import (
+    NOISY,
+    Page,
+    Table,
+    bench_page,
+    blocks,
+    columns,
+    few,
+    markdown,
+    noisy,
+    page,
+    reached,
+    speedups,
+)
 
 CAPTIONS = {
     "latency": (
@@ -252,7 +266,7 @@ def _troubles(run: Run) -> list[Trouble]:
     groups: dict[tuple[object, ...], Trouble] = {}
     for record in run.records:
         for what in _complaints(record):
-            bad = went_wrong(record) and not what.startswith(("throttled", "noisy"))
+            bad = went_wrong(record) and not what.startswith(("throttled", "noisy", "fewer than"))
             reason = record.reason if record.reason and record.reason != what else ""
             facts = (record.backend, what, reason, record.hint or "", bad)
             groups.setdefault(facts, Trouble(*facts, cases=[])).cases.append(record.case_id)
@@ -268,6 +282,7 @@ def _complaints(record: Record) -> list[str]:
         *["not deterministic"] * (record.deterministic is False),
         *[f"throttled by {', '.join(throttle)}"] * bool(throttle),
         *[f"noisy by more than {NOISY:.0%}"] * noisy(record),
+        *[f"fewer than {MIN_SAMPLES} samples, too few to tell how noisy"] * few(record),
     ]
 
 

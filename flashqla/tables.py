@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashqla.compare import DEFAULT_THRESHOLD
+from flashqla.compare import DEFAULT_THRESHOLD, MIN_SAMPLES
 from flashqla.errors import ArgumentError
 from flashqla.records import Kind, Record, Run, TensorErrors, judged, went_wrong
 from flashqla.roofline import CEILINGS, Rates, rates
@@ -23,6 +23,7 @@ TIMED = {
     "bench-fwd+bwd": "forward and backward pass, through autograd",
 }
 NOISY = DEFAULT_THRESHOLD  # interquartile range over median: samples that differ by what `compare` takes for a change
+FEW = f"?: fewer than {MIN_SAMPLES} samples, too few to tell how noisy they are; --budget and --repeats give more."
 CLOCKS = {"graph": "CUDA graph replay", "events": "CUDA events", "wall": "wall clock"}
 
 
@@ -181,6 +182,7 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
         *[f"faster than: time of the other / time of {ours}; above 1.00x {ours} is the faster one."] * bool(peers),
         f"n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled{_throttle(run)}.",
         f"~: noisy, the middle half of the samples spans more than {NOISY:.0%} of the time.",
+        *[FEW] * any(few(record) for record in run.records),
         "Means leave out rows without a ratio.",
         *[_roof_legend(run.environment.gpu)] * roofline,
         *["peak MiB: device memory that a call allocates at its peak, outputs included and inputs not; - on a CPU."]
@@ -358,6 +360,11 @@ def noisy(record: Record) -> bool:
     return bool(timing and timing.gpu_ms and timing.gpu_ms_iqr and timing.gpu_ms_iqr > NOISY * timing.gpu_ms)
 
 
+def few(record: Record) -> bool:
+    """Whether the samples of a time are too few to tell how far apart they lie."""
+    return bool(record.timing and record.timing.gpu_ms and len(record.timing.samples) < MIN_SAMPLES)
+
+
 def reached(record: Record, gpu: str | None) -> Rates | None:
     """What the time of a forward pass comes to; None for a record without a time and a right result."""
     gpu_ms = right_ms(record)
@@ -395,7 +402,7 @@ def _time(record: Record | None, notes: _Notes) -> str:
         return "n/a" + notes.mark(record)
     wrong = "!" if record.passed is False else ""
     throttled = "*" if record.clocks and record.clocks.throttle else ""
-    return _ms(record.timing.gpu_ms) + wrong + throttled + "~" * noisy(record) + notes.mark(record)
+    return _ms(record.timing.gpu_ms) + wrong + throttled + "~" * noisy(record) + "?" * few(record) + notes.mark(record)
 
 
 def _call(record: Record | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal
 
-from flashqla.compare import COMPARED, CONFIDENCE, REGRESSIONS, WORDS, Verdict, changes
+from flashqla.compare import COMPARED, CONFIDENCE, REGRESSIONS, WORDS, Verdict, changes, unjudged
 from flashqla.junit import Outcome, suite
 from flashqla.junit import text as junit_text
 from flashqla.records import Run
@@ -35,11 +35,17 @@ def json(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = Fal
 
 
 def junit(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = False) -> str:
-    """A test case per row. One that counts and got worse is a failure; one that could not be compared is skipped."""
+    """A test case per row. One that counts and got worse is a failure; one that could not be compared is skipped.
+
+    Where no row could be judged, one test more fails: a suite of skipped tests would look as if all was well.
+    """
     outcomes = [
         Outcome(row.backend, f"{row.case_id} {row.direction}", _result(row), row.word, _message(row))
         for row in verdicts
     ]
+    judged, line = unjudged(verdicts)
+    if line and not judged:
+        outcomes.append(Outcome("flashqla compare", "rows that could be judged", "failure", "unclear", line))
     return junit_text(suite(f"flashqla compare {new.kind}", new.started.isoformat(), outcomes))
 
 
@@ -142,13 +148,15 @@ def _counts(verdicts: Sequence[Verdict]) -> dict[str, Counter[str]]:
 
 
 def _summary(verdicts: Sequence[Verdict]) -> list[str]:
-    """A line per backend, those that count first."""
+    """How many rows could not be judged, if any; then a line per backend, those that count first."""
+    _, line = unjudged(verdicts)
     peers = {row.backend for row in verdicts if not row.counts}
-    return [
+    counts = [
         f"{backend}{' (a peer)' if backend in peers else ''}: "
         + ", ".join(f"{count[word]} {word}" for word in WORDS if count[word])
         for backend, count in _counts(verdicts).items()
-    ] or ["no rows"]
+    ]
+    return [*[f"{line}."] * bool(line), *counts] or ["no rows"]
 
 
 def _message(row: Verdict) -> str:

@@ -22,7 +22,7 @@ Exit codes:
   1  a row is slower or worse, or failed; with --strict also unclear or missing
   2  wrong usage, or a file that cannot be read
   3  runs that cannot be compared: other L2 mode, clock or hardware
-  4  nothing was compared, or there is no baseline
+  4  nothing was compared, no row could be judged (all unclear), or there is no baseline
 
 \b
 Examples:
@@ -102,6 +102,11 @@ def compare(
             given=f"{old} has {_rows(before)}, {new} has {_rows(after)}",
             do="compare runs of the same suite and backends, or pass --allow-missing-baseline",
         )
+    judged, line = comparing.unjudged(verdicts)
+    if line and not judged:
+        raise NothingToDo(
+            "no row could be judged", given=line, do="keep both runs anew: flashqla bench fwd --budget 30 --json PATH"
+        )
 
 
 def _rows(run: "Run") -> str:
@@ -139,7 +144,9 @@ def _warn_of_a_useless_gate(limits: "Thresholds") -> None:
     if limits.default >= USELESS or wide:
         where = "in every case" if limits.default >= USELESS else f"in {len(wide)} cases, such as {wide[0]}"
         console.note(f"these thresholds guard little: a slow-down of {USELESS:.0%} passes {where}")
-        console.hint("calibrate with runs of more --repeats, taken while the machine does nothing else")
+        console.hint(
+            "calibrate with runs of more --repeats and a longer --budget, taken while the machine does nothing else"
+        )
 
 
 def calibrate(

@@ -65,6 +65,11 @@ TimeoutOption = Annotated[
 ]
 InProcessOption = Annotated[bool, typer.Option("--in-process", help="No worker process and no timeout: for debugging.")]
 TIMEOUT_S = 600.0
+BudgetOption = Annotated[
+    float,
+    typer.Option("--budget", min=0.0, metavar="SECONDS", help="For the samples of a row, all backends together."),
+]
+BUDGET_S = 3.0
 RooflineOption = Annotated[
     bool, typer.Option("--roofline", help="Add TFLOP/s, GB/s and percent of the least possible time.")
 ]

@@ -269,7 +269,7 @@ def test_defaults_fit_the_machine(layers: Layers, monkeypatch: pytest.MonkeyPatc
     layers.answer = lambda case, backend: timed(case, backend, 1.0)
     invoke("bench", "fwd")
     assert layers.asked["cases"] == suite("cpu")
-    assert layers.asked["config"] == {"repeats": 12, "l2": "cold"}
+    assert layers.asked["config"] == {"repeats": 12, "l2": "cold", "budget_s": 3.0}
 
     hopper = device.Gpu("NVIDIA H200", (9, 0), 132, 2**37, "feed", "580.1")
     monkeypatch.setattr(device, "gpu", lambda index=0: hopper)
@@ -298,17 +298,30 @@ def test_bench_options_reach_the_runner(layers: Layers, timed: Make, tmp_path: P
             "--repeats",
             "3",
         ],
-        *["--l2", "warm", "--backend", "flashqla", "--backend", "fla", "--json", str(path), "--out", str(out)],
+        *[
+            "--l2",
+            "warm",
+            "--budget",
+            "7.5",
+            "--backend",
+            "flashqla",
+            "--backend",
+            "fla",
+            "--json",
+            str(path),
+            "--out",
+            str(out),
+        ],
     )
     assert result.exit_code == 0
-    assert layers.asked["config"] == {"repeats": 3, "l2": "warm"}
+    assert layers.asked["config"] == {"repeats": 3, "l2": "warm", "budget_s": 7.5}
     assert layers.asked["names"] == ["flashqla", "fla"]
     run = read(path)
     assert [(r.case_id, r.backend) for r in run.records] == [
         (f"{heads}/1x2048/mixed", backend) for heads in ("hk2-hv8", "hk16-hv64") for backend in ("flashqla", "fla")
     ]
     assert run.kind == "bench-fwd"
-    assert run.settings == {"suite": "qwen", "device": "cpu", "seed": 0, "repeats": 3, "l2": "warm"}
+    assert run.settings == {"suite": "qwen", "device": "cpu", "seed": 0, "repeats": 3, "budget_s": 7.5, "l2": "warm"}
     assert result.stdout == out.read_text() == bench_text(run)
     assert "3.00x" in result.stdout
 

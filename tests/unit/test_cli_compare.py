@@ -168,6 +168,39 @@ def test_no_row_in_common_is_4(old: str, save: Save, row: Make) -> None:
     assert invoke("compare", old, old, "--backend", "nobody").exit_code == 4
 
 
+@pytest.fixture
+def short(row: Make) -> Make:
+    """A bench record with three samples, too few to judge it by."""
+
+    def make(case: Case, ms: float) -> Record:
+        record = row(case, ms)
+        assert record.timing
+        return record.model_copy(update={"timing": record.timing.model_copy(update={"samples": [ms] * 3})})
+
+    return make
+
+
+def test_runs_that_no_row_can_be_judged_by_are_4(save: Save, short: Make) -> None:
+    old, new = save("old", short(A, 1.0), short(B, 1.0)), save("new", short(A, 9.0), short(B, 1.0))
+    line = "0 of 2 rows could be judged: 2 unclear, 2 of them with too few samples; measure longer, with --budget"
+    for form in ("text", "markdown", "github", "junit"):
+        result = invoke("compare", old, new, "--format", form)
+        assert (result.exit_code, line in result.stdout) == (4, True), form
+        assert "error: no row could be judged\n" in result.stderr
+    assert ElementTree.fromstring(result.stdout).get("failures") == "1"
+    assert invoke("compare", old, new, "--allow-missing-baseline").exit_code == 4
+    assert invoke("compare", old, new, "--strict").exit_code == 1
+
+
+def test_runs_that_some_rows_can_be_judged_by_pass_and_say_so(old: str, save: Save, row: Make, short: Make) -> None:
+    new = save("new", row(A, 1.0), short(B, 1.0))
+    result = invoke("compare", old, new)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "\n1 of 2 rows could be judged: 1 unclear, 1 of them with too few samples; " in result.stdout
+    junit = invoke("compare", old, new, "--format", "junit").stdout
+    assert [ElementTree.fromstring(junit).get(name) for name in ("failures", "skipped")] == ["0", "1"]
+
+
 # Files and formats
 
 

@@ -113,6 +113,14 @@ def test_rows_that_went_wrong_are_listed_with_reason_and_hint(bench: Run) -> Non
     assert f"flashinfer : oom , 20 GB asked (pip install flashinfer) : {C.id}" in text
 
 
+def test_rows_with_too_few_samples_are_listed(make_run: Callable[..., Run], timed: Make) -> None:
+    record = timed(A, "flashqla", 0.1)
+    assert record.timing
+    few = record.model_copy(update={"timing": record.timing.model_copy(update={"samples": [0.1] * 4})})
+    (trouble,) = report._troubles(make_run(few))
+    assert (trouble.what, trouble.bad) == ("fewer than 5 samples, too few to tell how noisy", False)
+
+
 def test_pages_show_peak_memory_where_it_is_known(bench: Run) -> None:
     first = bench.records[0].model_copy(update={"peak_bytes": 7 * 2**19})
     known = bench.model_copy(update={"records": [first, *bench.records[1:]]})

@@ -26,7 +26,7 @@ flashqla bench fwd
 tvm-ffi 0.1.12
   peers     fla 0.6.0
   kernels   sources sha256 0123456789abcdef
-  settings  L2 cold, CUDA graph replay, 1 samples per time, suite qwen, seed 0, device cuda
+  settings  L2 cold, CUDA graph replay, 12 samples per time, suite qwen, seed 0, device cuda
 
 397B/122B TP8  h_k=2 h_v=8
                         ms      ms          ms   call ms  call ms  faster than  faster than
@@ -144,6 +144,16 @@ def test_noise_is_marked(make_run: Callable[..., Run], timed: Make, iqr: float |
     run = make_run(timed(A, "flashqla", 1.0, iqr=iqr))
     assert f"  1.0000{mark}  " in bench_text(run)
     assert "\n~: noisy, the middle half of the samples spans more than 5% of the time.\n" in bench_text(run)
+
+
+@pytest.mark.parametrize(("samples", "mark"), [(1, "?"), (4, "?"), (5, "")])
+def test_too_few_samples_are_marked(make_run: Callable[..., Run], timed: Make, samples: int, mark: str) -> None:
+    record = timed(A, "flashqla", 1.0)
+    assert record.timing
+    timing = record.timing.model_copy(update={"samples": [1.0] * samples})
+    shown = bench_text(make_run(record.model_copy(update={"timing": timing})))
+    assert f"  1.0000{mark}  " in shown
+    assert ("\n?: fewer than 5 samples, too few to tell how noisy they are; --budget" in shown) == bool(mark)
 
 
 def test_rows_of_earlier_sessions_are_counted(make_run: Callable[..., Run], timed: Make) -> None:
