@@ -4,6 +4,7 @@ import json as json_text
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from textwrap import fill
 from typing import Literal
 
 from flashqla.compare import COMPARED, CONFIDENCE, REGRESSIONS, WORDS, Verdict, changes, unjudged
@@ -111,7 +112,7 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
         *[f"No row has a result in both runs. Those of one alone are not listed: {alone} (--all lists them)."]
         * bool(alone),
     ]
-    facts = {"old": _identity(old), "new": _identity(new), "changed": ", ".join(changes(old, new)) or "nothing"}
+    facts = {"old": _identity(old), "new": _identity(new), "changed": _wrapped(changes(old, new)) or "nothing"}
     words = (1, len(head) - 2, len(head) - 1)
     return Page(
         f"flashqla compare {new.kind.replace('-', ' ')}",
@@ -120,6 +121,11 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
         legend,
         _summary(verdicts),
     )
+
+
+def _wrapped(changed: Sequence[str]) -> str:
+    """On lines that a terminal holds, below each other; Markdown joins them again."""
+    return fill(", ".join(changed), 108, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
 
 
 def _telling(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -187,7 +193,8 @@ def _note(row: Verdict) -> str:
 
 
 def _thresholds(verdicts: Sequence[Verdict]) -> str:
-    return ", ".join(f"{share:.3g}%" for share in sorted({100 * row.threshold for row in verdicts})) or "none"
+    percents = sorted({100 * row.threshold for row in verdicts})
+    return ", ".join(f"{share:.0f}%" if share >= 100 else f"{share:.3g}%" for share in percents) or "none"
 
 
 def _data(words: str) -> str:

@@ -1,5 +1,6 @@
 """`flashqla warmup`: compile ahead of the first call, and into a cache that can be shipped."""
 
+import logging
 import os
 import time
 from dataclasses import replace
@@ -42,7 +43,9 @@ def warmup(
     direction: Annotated[
         Direction, typer.Argument(help="What to compile: for inference (fwd), gradients (bwd), or both.")
     ] = Direction.both,
-    dtype: Annotated[list[DType] | None, typer.Option("--dtype", help="Of q, k and v. Repeatable.")] = None,
+    dtype: Annotated[
+        list[DType] | None, typer.Option("--dtype", help="Of q, k and v; bfloat16 by default. Repeatable.")
+    ] = None,
     target: Annotated[
         Target | None, typer.Option("--target", help="Compile our kernels for it, without a GPU and without the peers.")
     ] = None,
@@ -98,8 +101,9 @@ def _our_kernels(dtypes: tuple[DType, ...], directions: list[OneWay], progress: 
     except (ImportError, OSError) as error:
         do = "see what is missing with: flashqla doctor"
         raise EnvironmentProblem("the kernels cannot be loaded", given=str(error), do=do) from error
-    for number, dtype in enumerate(dtypes):
+    logging.getLogger("tilelang").setLevel(logging.WARNING)  # which tells of every kernel, and asks for that on import
+    for number, dtype in enumerate(dtypes, start=1):
         begin = time.perf_counter()
-        progress.tell(f"compiling our kernels for {dtype}, {len(dtypes) - number} dtypes left", True)
+        progress.tell(f"compiling our kernels for {dtype}" + f" ({number} of {len(dtypes)})" * (len(dtypes) > 1), True)
         launch.compile_all((dtype.value,), directions)
         progress.tell(f"compiled our kernels for {dtype} in {time.perf_counter() - begin:.0f} s", False)

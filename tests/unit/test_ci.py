@@ -127,7 +127,8 @@ echo "$*" >>calls
 case "$1" in
 verify) echo {} >out/ci/verify.json; exit ${VERIFY_CODE:-0} ;;
 bench) echo {} >out/ci/bench-fwd.json; exit ${BENCH_CODE:-0} ;;
-compare) [[ ${COMPARE_CODE:-0} == 0 ]] || { echo "error: refused" >&2; exit $COMPARE_CODE; }; seq ${ROWS:-1}; echo "${SAID:-}" ;;
+compare) [[ ${COMPARE_CODE:-0} == 0 ]] || { echo "error: refused" >&2; exit $COMPARE_CODE; }
+  seq ${ROWS:-1}; echo "${SAID:-}" ;;
 report) [[ $* != *summary.md ]] || echo report >out/ci/summary.md ;;
 esac
 """
