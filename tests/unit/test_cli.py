@@ -566,6 +566,34 @@ def test_warmup_compiles_and_says_where(
         assert "fla is left out: not installed\n" in result.stderr
 
 
+INTERRUPTED_WARMUP = """
+import signal, sys, threading, time, types
+from pathlib import Path
+
+def compile_all(*given):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(60)
+
+kernels = types.ModuleType("flashqla.ops.kernels")
+kernels.launch = types.SimpleNamespace(compile_all=compile_all)
+sys.modules["flashqla.ops.kernels"] = kernels
+from flashqla import device
+device.nvcc = lambda: (Path("nvcc"), "13.0")
+sys.argv = ["flashqla", "warmup", "--target", "sm_90a"]
+from flashqla.cli.app import main
+main()
+"""
+
+
+def test_ctrl_c_ends_warmup_without_waiting_for_kernels() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_WARMUP], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith(
+        "hint: interrupted: kernels compiled so far are kept; the same command goes on with the others\n"
+    )
+
+
 def test_rows_that_were_interrupted_do_not_count_as_kept(layers: Layers, absent: Make) -> None:
     layers.answer = lambda case, backend: absent(case, backend, "interrupted" if backend == "fla" else "ok")
 
