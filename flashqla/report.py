@@ -42,7 +42,7 @@ CAPTIONS = {
     ),
     "speedup": (
         "Speed-up",
-        "Time of the peer over ours, a line per head count and a column per layout. Above 1, ours is the faster one. "
+        "Time of the other over ours, a line per head count and a column per layout. Above 1, ours is the faster one. "
         "A dash: no time, or a wrong result.",
     ),
     "floor": (
@@ -50,7 +50,7 @@ CAPTIONS = {
         "The least possible time over the measured one: 100 is as fast as the measured ceilings of the device allow.",
     ),
     "accuracy": (
-        "Accuracy against peers",
+        "Accuracy, side by side",
         "Relative L2 error of every case against the float64 recurrence, on a logarithmic axis, in the order of our "
         "error. Lower is more exact, and below the bound a result passes. An error of exactly 0 has no point.",
     ),
@@ -247,7 +247,7 @@ def _percents(run: Run, records: Sequence[Record]) -> list[float]:
 def _means(run: Run) -> list[Table]:
     """A row per head count: geometric means of the ratios, and of a forward pass the median percent of the floor."""
     ours, *peers = columns(run)
-    floor = run.kind == "bench-fwd"
+    floor = bool(_percents(run, run.records))
     if run.kind.startswith("verify") or not run.records:
         return []
     rows = []

@@ -8,6 +8,7 @@ from textwrap import fill
 from typing import Literal
 
 from flashqla.compare import COMPARED, CONFIDENCE, REGRESSIONS, WORDS, Verdict, changes, unjudged
+from flashqla.device import PEERS
 from flashqla.junit import Outcome, suite
 from flashqla.junit import text as junit_text
 from flashqla.records import Run
@@ -97,6 +98,7 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
     ]
     hidden = Counter(row.word for row in verdicts) - Counter(row.word for row in rows)
     alone = ", ".join(f"{count} {word}" for word, count in hidden.items() if word != "same")
+    idle = dict.fromkeys("peers" if row.backend in PEERS else row.backend for row in verdicts if not row.counts)
     legend = [
         *[
             "ratio: median time, new / old. "
@@ -107,7 +109,7 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
         *["error: relative L2, of the output whose error grew most. worse, better: beyond the threshold."]
         * (not timed),
         f"Thresholds: {_thresholds(verdicts)}.",
-        *["Rows of peers are shown and fail nothing."] * any(not row.counts for row in verdicts),
+        *[f"Rows of {', '.join(idle)} are shown and fail nothing."] * bool(idle),
         *[f"Rows that stayed the same are not listed: {hidden['same']} (--all lists them)."] * bool(hidden["same"]),
         *[f"No row has a result in both runs. Those of one alone are not listed: {alone} (--all lists them)."]
         * bool(alone),
@@ -156,13 +158,18 @@ def _counts(verdicts: Sequence[Verdict]) -> dict[str, Counter[str]]:
 def _summary(verdicts: Sequence[Verdict]) -> list[str]:
     """How many rows could not be judged, if any; then a line per backend, those that count first."""
     _, line = unjudged(verdicts)
-    peers = {row.backend for row in verdicts if not row.counts}
+    idle = {row.backend for row in verdicts if not row.counts}
     counts = [
-        f"{backend}{' (a peer)' if backend in peers else ''}: "
+        f"{backend}{_role(backend) if backend in idle else ''}: "
         + ", ".join(f"{count[word]} {word}" for word in WORDS if count[word])
         for backend, count in _counts(verdicts).items()
     ]
     return [*[f"{line}."] * bool(line), *counts] or ["no rows"]
+
+
+def _role(backend: str) -> str:
+    """What a backend is whose rows do not count."""
+    return " (a peer)" if backend in PEERS else " (does not count)"
 
 
 def _message(row: Verdict) -> str:

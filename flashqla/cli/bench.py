@@ -74,7 +74,7 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
         from flashqla.tables import bench_page, check_columns, text
 
         check_columns(kind, roofline=roofline, memory=memory)
-        where = session.choose_device(device, strict=strict)
+        where, note = session.choose_device(device, strict=strict)
         captured = captured or []
         suites = suite or ([] if cases or captured else suites_here[where])
         wanted = options.chosen_cases(
@@ -94,7 +94,7 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
             ),
             rows=[(case.id, name) for case in wanted for name in dict.fromkeys(names)],
             settings={
-                "suite": options.named(suites, cases, captured),
+                **options.sources(suites, cases, captured),
                 "device": where,
                 "seed": seed,
                 "repeats": repeats,
@@ -102,6 +102,7 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
                 "l2": l2.value,
             },
             render=lambda run: text(bench_page(run, roofline=roofline, memory=memory)),
+            note=note,
             json=json,
             out=out,
             resume=resume,

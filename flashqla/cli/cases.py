@@ -30,6 +30,8 @@ def cases(
     """
     suites = suite or ([] if file else ["hard"])
     chosen = options.chosen_cases(suites, file=file, heads=heads, lens=lens, model=model, pattern=pattern)
+    if not suite and not file:
+        console.note(f"these are the cases of suite hard; --suite takes {options.SUITE_NAMES}")
     if json:
         console.result(json_text.dumps([{"id": case.id, **asdict(case)} for case in chosen], indent=2))
         return

@@ -128,6 +128,7 @@ def chosen_cases(
     return kept
 
 
-def named(suites: Sequence[str], file: Path | None = None, captured: Sequence[Path] = ()) -> str:
+def sources(suites: Sequence[str], file: Path | None = None, captured: Sequence[Path] = ()) -> dict[str, str]:
     """What the cases of a run come from, in short, for its record."""
-    return "+".join([*suites, *(path.name for path in (*([file] if file else []), *captured))])
+    names = {"suite": suites, "cases": [file.name] if file else [], "input": [path.name for path in captured]}
+    return {name: "+".join(values) for name, values in names.items() if values}

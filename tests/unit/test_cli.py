@@ -194,6 +194,11 @@ def test_cases_lists_ids_and_notes() -> None:
     ]
 
 
+def test_cases_say_what_their_default_is() -> None:
+    assert invoke("cases").stderr.startswith("note: these are the cases of suite hard; --suite takes ")
+    assert invoke("cases", "--suite", "smoke").stderr == ""
+
+
 def test_cases_as_json() -> None:
     rows = json.loads(invoke("cases", "--suite", "qwen", "--heads", "2,8", "--lens", "8192x4", "--json").stdout)
     assert [(row["id"], row["model"], row["lengths"]) for row in rows] == [
@@ -225,7 +230,7 @@ def test_cases_of_a_file_are_run_alone(command: list[str], layers: Layers, own: 
     result = invoke(*command, "--cases", own, "-k", "short", "--json", str(path))
     assert result.exit_code == 0, result.stderr
     assert [case.note for case in layers.asked["cases"]] == ["short"]
-    assert read(path).settings["suite"] == "own.toml"
+    assert read(path).settings["cases"] == "own.toml"
 
 
 def test_an_empty_choice_from_a_file_says_where_to_look(own: str) -> None:
@@ -684,6 +689,7 @@ def test_bench_fails_before_it_measures(layers: Layers, arguments: list[str], co
     result = invoke("bench", "fwd", *arguments)
     assert result.exit_code == code
     assert message in result.stderr
+    assert "note:" not in result.stderr
     assert result.stdout == ""
     assert "cases" not in layers.asked
 

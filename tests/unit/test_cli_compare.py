@@ -354,6 +354,7 @@ main()
 def test_commands_run_where_torch_is_not_installed(command: str, old: str) -> None:
     other = str(Path(shutil.copy(old, f"{old}.again.json")))
     files = {"compare": [old, old], "calibrate": [old, other], "show": [old], "report": [old, "--format", "markdown"]}
+    files["cases"] = ["--suite", "smoke"]
     call = [command, *files.get(command, [])]
     result = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *call], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")

@@ -213,7 +213,7 @@ with flashqla.capture("call.pt"):
         run = read(tmp_path / "run.json")
         assert {(r.case.gate, r.case.file) for r in run.records} == {("captured", "call.pt")}
         assert {(r.status, r.passed) for r in run.records} == {("ok", True)}
-        assert run.settings["suite"] == "call.pt"
+        assert run.settings["input"] == "call.pt"
         again = flashqla(*command, "--input", "call.pt", "--resume", "run.json", cwd=tmp_path)
         assert again.returncode == 0, again.stderr
         kept = read(tmp_path / "run.json").records
@@ -236,6 +236,10 @@ def test_explain_says_what_runs_and_why(tmp_path: Path, strict: bool, code: int)
     assert plan["kernels"] == []
     assert "the kernels need a Hopper GPU" in plan["why"]
     assert ("error: no kernel serves this problem" in done.stderr) == strict
+    assert "doctor" not in done.stderr
+    text = flashqla("explain", *options, "--device", "cpu", cwd=tmp_path).stdout
+    assert [line.split()[0] for line in text.splitlines()][:4] == ["problem", "device", "implementation", "why"]
+    assert "v_tile" not in text
 
 
 @pytest.mark.parametrize("lines", [0, 1])

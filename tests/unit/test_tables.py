@@ -204,6 +204,12 @@ def test_peak_memory_has_columns_of_its_own(make_run: Callable[..., Run], timed:
     assert [dict(zip(head, row, strict=True))["peak_bytes"] for row in rows] == [str(3 * 2**30), "0", str(2**19), ""]
 
 
+def test_memory_that_is_not_known_has_a_note_and_no_columns(make_run: Callable[..., Run], timed: Make) -> None:
+    shown = text(bench_page(make_run(timed(A, "flashqla", 0.5)), memory=True))
+    assert "\npeak MiB: not known, because it is counted on a GPU alone.\n" in shown
+    assert shown.count("MiB") == 1
+
+
 def test_backward_runs_show_memory_where_it_is_known(make_run: Callable[..., Run], timed: Make) -> None:
     known = timed(A, "flashqla", 0.5, direction="bwd", peak_bytes=2**20, saved_bytes=3 * 2**20)
     run = make_run(known, timed(A, "fla", 1.0, direction="bwd", peak_bytes=2**21), kind="bench-bwd")

@@ -81,6 +81,13 @@ def test_long_facts_are_wrapped_and_large_thresholds_written_out(bench: Comparis
     assert sum("setting " in line for line in formats.markdown(old, changed, wide).splitlines()) == 1
 
 
+def test_only_peers_are_called_so(bench: Comparison) -> None:
+    old, new, rows = bench
+    text = formats.text(old, new, [replace(row, backend=row.backend.replace("fla", "torch", 1)) for row in rows[-1:]])
+    assert "\nRows of torch are shown and fail nothing.\n" in text
+    assert text.endswith("\ntorch (does not count): 1 missing\n")
+
+
 def test_text_with_everything_hides_nothing(bench: Comparison) -> None:
     text = formats.text(*bench, True)
     assert re.search(r"28672\+4096/mixed  flashqla +1 +1  1\.000x  1\.000-1\.000  same\n", text)
