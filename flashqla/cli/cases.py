@@ -30,10 +30,10 @@ def cases(
     """
     suites = suite or ([] if file else ["hard"])
     chosen = options.chosen_cases(suites, file=file, heads=heads, lens=lens, model=model, pattern=pattern)
-    if not suite and not file:
-        console.note(f"these are the cases of suite hard; --suite takes {options.SUITE_NAMES}")
     if json:
         console.result(json_text.dumps([{"id": case.id, **asdict(case)} for case in chosen], indent=2))
         return
     width = max(len(case.id) for case in chosen)
     console.result("\n".join(f"{case.id:<{width}}  {case.note or case.model}".rstrip() for case in chosen))
+    if not suite and not file:
+        console.note(f"these are the cases of suite hard; --suite takes {options.SUITE_NAMES}")
