@@ -287,9 +287,8 @@ def destination(path: Path) -> Path:
 def write(path: Path, text: str) -> None:
     """Write a file in one step, so that nobody ever sees a part of it. Raises RecordError."""
     with replacing(path) as unfinished:
-        unfinished.write_text(
-            text, encoding="utf-8", errors="backslashreplace"
-        )  # half a surrogate pair, as in "\\ud800"
+        # Half a surrogate pair, as in "\\ud800", is no text that UTF-8 has.
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @contextmanager

@@ -54,7 +54,14 @@ def facts(
         return None
     if cu_seqlens is not None and cu_seqlens.numel() > MOST_SEQUENCES:
         return None
-    if any(x is not None and x.is_neg() for x in (q, k, v, g, beta, initial_state)):  # memory is not what it says
+    if (  # memory is not what it says
+        q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
+        or beta.is_neg()
+        or (g is not None and g.is_neg())
+        or (initial_state is not None and initial_state.is_neg())
+    ):
         return None
     # fmt: off
     return (
