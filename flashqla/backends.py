@@ -382,6 +382,8 @@ class FlashQla:
     def unsupported(self, case: Case, direction: Direction) -> str | None:
         if case.packed and 0 in case.lengths:
             return "its choice of context parallelism refuses empty sequences"
+        if direction != "fwd" and case.gate_dtype != "float32":
+            return "its backward pass takes gates in float32 only"
         return _no_tokens(case) or _no_float32(case)
 
     def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:

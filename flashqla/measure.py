@@ -336,8 +336,8 @@ def _capture(call: Call) -> tuple[Any, Any, tuple[str, ...]]:
 
     By hand instead of through `torch.cuda.graph`, which empties the allocator's cache at every capture.
     """
-    graph = torch.cuda.CUDAGraph()
-    graph.enable_debug_mode()  # keeps the graph after capture, so that its kernels can be named
+    graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its kernels can be named after the capture
+    graph.enable_debug_mode()
     stream = torch.cuda.current_stream()
     if stream == torch.cuda.default_stream():
         stream = torch.cuda.Stream()

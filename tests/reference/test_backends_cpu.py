@@ -114,6 +114,9 @@ def test_cases_that_a_backend_cannot_take() -> None:
     for direction in ("bwd", "fwd+bwd"):
         reasons_back = {name: made[name].unsupported(usual, direction) for name in made}
         assert reasons_back == {**dict.fromkeys(made), "flashinfer": "it has no backward pass"}
+        gates = replace(usual, gate_dtype="bfloat16")
+        assert "flash-qla" in {name for name in made if made[name].unsupported(gates, direction)}
+    assert made["flash-qla"].unsupported(gates, "fwd") is None
     assert made["torch-recurrent"].unsupported(replace(usual, lengths=(4097,)), "bwd")
 
 
