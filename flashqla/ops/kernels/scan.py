@@ -47,8 +47,9 @@ def build_scan(dtype: str, reverse: bool = False):
             first = T.alloc_var("int32")  # segment of this sequence; a variable, or its quotient is computed at every use
             count = T.alloc_var("int32")  # segments that have an end state somebody starts from
             used = T.alloc_var("int32")  # transitions so far
-            T.pdl_sync()  # until what the summary kernel wrote is there
-            T.pdl_trigger()
+            if not reverse:
+                T.pdl_sync()  # until what the summary kernels wrote is there
+            T.pdl_trigger()  # by then it is there for the reverse scan too
             first = T.truncdiv(bos, segment_chunks * CHUNK) + sequence
             count = T.truncdiv(eos - bos - 1, segment_chunks * CHUNK)
             used = 0
@@ -86,5 +87,7 @@ def build_scan(dtype: str, reverse: bool = False):
                         T.tma_copy(transitions[segment, head, :, :], m_smem[used % STAGES, :, :], barrier=ready[used % STAGES])
                         T.barrier_arrive(ready[used % STAGES])
                         used = used + 1
+            if reverse:
+                T.pdl_sync()  # until the forward scan has ended: whoever waits for this one needs both
 
     return segment_scan
