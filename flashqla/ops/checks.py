@@ -299,7 +299,8 @@ def lengths(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int, read
         return None
 
     if cu_seqlens.device.type == "cpu":
-        if cu_seqlens_cpu is not None and (given := cu_seqlens_cpu.tolist()) != (offsets := cu_seqlens.tolist()):
+        if cu_seqlens_cpu is not None and not _same(cu_seqlens_cpu, cu_seqlens):
+            given, offsets = cu_seqlens_cpu.tolist(), cu_seqlens.tolist()
             at = next(n for n, pair in enumerate(zip(given, offsets, strict=True)) if pair[0] != pair[1])
             raise ArgumentError(
                 "cu_seqlens_cpu differs from cu_seqlens",
@@ -324,6 +325,13 @@ def lengths(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int, read
     if state:
         cu_seqlens._flashqla_lengths = _Lengths(cu_seqlens, state, seqlens)  # type: ignore[attr-defined]
     return seqlens
+
+
+def _same(offsets: Tensor, others: Tensor) -> bool:
+    if offsets.numel() <= SHORT_PACK:
+        same: bool = offsets.tolist() == others.tolist()
+        return same
+    return numpy.array_equal(offsets.numpy(), others.numpy())
 
 
 def _checked(cu_seqlens: Tensor, tokens: int) -> tuple[int, ...]:

@@ -5,11 +5,11 @@ device may hold newer ones) are good enough for it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flashqla.device import HOPPER
 
@@ -60,7 +60,6 @@ SPLIT_GAIN = 0.97  # of the estimate without: where most heads forget, a split m
 MOST_SEQUENCES = 65535  # rows of a grid
 # Beyond this many sequences and segments the SMs are evenly loaded, and scheduling them would cost host time.
 SCHEDULED_RUNS = 64
-# Plans are kept with their lengths: of a few packs where these take memory.
 LONG_PACK = 1024  # sequences
 
 Pack = Sequence[tuple[int, int]]  # chunks of a sequence or segment, and how many such there are
@@ -83,6 +82,19 @@ class Plan:
     inverse_ctas: int = 0
 
 
+def _kept(make: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Keeps plans, with the lengths they are of: where these take memory, a few."""
+    kept, kept_of_long_packs = lru_cache(maxsize=1024)(make), lru_cache(maxsize=8)(make)
+
+    @wraps(make)
+    def made(*, seqlens: tuple[int, ...] | None, **facts: Any) -> Plan:
+        few = seqlens is None or len(seqlens) <= LONG_PACK
+        return (kept if few else kept_of_long_packs)(seqlens=seqlens, **facts)
+
+    return made
+
+
+@_kept
 def make(
     *,
     hv: int,
@@ -104,24 +116,6 @@ def make(
     and v. device: its type, "cuda" or "cpu". missing: why the kernels cannot be loaded here, "" if they can. auto_cp:
     whether sequences may be split.
     """
-    kept = _plan if seqlens is None or len(seqlens) <= LONG_PACK else _plan_of_long_pack
-    return kept(hv, seqlens, sequences, tokens, dtype, device, capability, sm_count, missing, auto_cp, direction)
-
-
-@lru_cache(maxsize=1024)
-def _plan(
-    hv: int,
-    seqlens: tuple[int, ...] | None,
-    sequences: int,
-    tokens: int,
-    dtype: str,
-    device: str,
-    capability: tuple[int, int] | None,
-    sm_count: int,
-    missing: str,
-    auto_cp: bool,
-    direction: Direction,
-) -> Plan:
     if seqlens is not None:
         sequences = len(seqlens)
     reason = _refusal(sequences, dtype, device, capability, missing)
@@ -139,9 +133,6 @@ def _plan(
         v_tile, _, tile_reason = _choose_v_tile(_segments(pack, segment_chunks), hv, sm_count, costs)
     kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
     return Plan("tilelang", v_tile, kernels, f"{split_reason}; {tile_reason}", segment_chunks, sm_count)
-
-
-_plan_of_long_pack = lru_cache(maxsize=8)(_plan.__wrapped__)
 
 
 def _refusal(sequences: int, dtype: str, device: str, capability: tuple[int, int] | None, missing: str) -> str:

@@ -173,6 +173,9 @@ def test_offsets_of_short_and_of_long_packs(sequences, dtype):
         with pytest.raises(ArgumentError) as refused:
             checks.lengths(wrong, None, 10_000, "cached")
         assert re.search(says, str(refused.value)), (at, value)
+    hint[-2] = 7
+    with pytest.raises(ArgumentError, match=f"offset {sequences - 1} is 7 there, and {rising[-2]} in cu_seqlens"):
+        checks.lengths(torch.tensor(rising, dtype=dtype), hint, 10_000, "cached")
     wrong = torch.tensor(rising, dtype=dtype)
     wrong[1], wrong[2:] = largest, -2  # in the numbers of the tensor the difference would be positive
     with pytest.raises(ArgumentError, match="must not decrease"):

@@ -124,11 +124,17 @@ def test_packs_of_many_sequences_are_planned_in_milliseconds(longest, direction)
     assert min(taken) < 0.05  # about 2 ms
 
 
-def test_plans_of_many_long_packs_are_not_kept():
+def test_plans_of_many_long_packs_are_not_kept(monkeypatch):
     """Each holds its lengths, which are megabytes."""
-    for n in range(20):
-        plan.make(hv=8, seqlens=(n,) * 2000)
-    assert plan._plan_of_long_pack.cache_info().currsize <= 8
+    planned = []
+    pack = plan._pack
+    monkeypatch.setattr(plan, "_pack", lambda seqlens: planned.append(len(seqlens)) or pack(seqlens))
+    for sequences in (plan.LONG_PACK, plan.LONG_PACK + 1):
+        for _ in range(2):
+            for length in range(1000, 1020):
+                plan.make(hv=8, seqlens=(length,) * sequences)
+                plan.make(hv=8, seqlens=(length,) * sequences)
+    assert planned == [plan.LONG_PACK] * 20 + [plan.LONG_PACK + 1] * 40
 
 
 def test_unknown_lengths_are_taken_as_equal():
