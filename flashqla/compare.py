@@ -39,7 +39,7 @@ CUT_OFF = "not reached: the run was interrupted"
 
 DEFAULT_THRESHOLD = 0.05
 CALLS_THRESHOLD = 0.25  # of the median call of all rows
-ONE_CALL = 4  # times that threshold is what one row has to move by: at 12% of noise on either side 5 sigma
+ONE_CALL = 4  # times that threshold is what one row has to move by: with noise of 12% on either side that is 4 sigma
 CONFIDENCE = 0.99  # not 0.95: a sweep asks hundreds of rows at once
 RESAMPLES = 2000
 MIN_SAMPLES = 5  # fewer say nothing about noise
