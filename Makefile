@@ -1,4 +1,5 @@
 # make bench   sets up what is missing, then verifies and times the forward pass on what this machine has
+# make results renders the tables, page and plots of results/ from the runs there
 # make test    sets up what is missing, then lints, checks types and imports, and runs the tests
 
 # Settings, given as `make test NAME=VALUE`. PYTHON: an interpreter >= 3.11 that creates the environment VENV.
@@ -28,7 +29,7 @@ EXTRAS := dev$(if $(GPU),$(comma)peers)$(if $(NVCC),,$(comma)nvcc)
 # One stamp for one content of the files that decide what is installed: unchanged, a second run starts at once.
 STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; echo '$(EXTRAS)') | cksum | cut -d' ' -f1)
 
-.PHONY: help setup bench test check lock
+.PHONY: help setup bench results test check lock
 
 help:
 	@sed -n '/^# make /s/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +51,16 @@ bench: $(STAMP)
 	mkdir -p $(OUT)
 	$(BIN)/flashqla verify --json $(OUT)/verify.json
 	$(BIN)/flashqla bench fwd --json $(OUT)/bench-fwd.json --out $(OUT)/bench-fwd.txt
+
+# The run of the README's table comes first on the page, and has its plots in the README.
+TABLE := results/benchmark_results_H200
+results: $(STAMP)
+	mkdir -p $(OUT)
+	for run in results/*.json; do $(BIN)/flashqla show $$run > $${run%.json}.txt; done
+	$(BIN)/flashqla report $(TABLE).json $(filter-out $(TABLE).json,$(sort $(wildcard results/*.json))) \
+	  --out results/report_H200.html
+	$(BIN)/flashqla report $(TABLE).json --format markdown --out $(OUT)/summary.md --plots $(OUT)/plots
+	for plot in speedup latency; do cp $(OUT)/plots/$$plot.svg $(TABLE).$$plot.svg; done
 
 test: check
 	$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadgroup $(ARGS)

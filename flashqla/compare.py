@@ -4,14 +4,21 @@ A time is compared by the ratio of medians, new / old, with a bootstrap interval
 `slower` when ratio and interval both lie above the threshold: the one alone may be noise, the other alone too small
 to care. Errors of a verify run are compared by their ratio. Rows without a number, for whatever reason, get a verdict
 and never enter a statistic.
+
+Calls from Python have verdicts of their own. A run has one number for each, the median of a few, which the host
+scatters: on one build up to a third either way (results/*_H200.json, FlashInfer in both). The median of their ratios
+over all rows scatters little, and what slows the host down slows all rows: it is judged by the threshold for calls and
+its interval over rows; one row alone by four times that threshold, twice the time.
 """
 
 import math
+import statistics
 import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,13 +32,21 @@ COMPARED = ("slower", "worse", "unclear", "same", "better", "faster")
 
 Mix = Literal["l2", "clock", "hardware"]  # conditions under which times are not comparable
 
+MS, CALL_MS = "ms", "call ms"  # quantities
+ALL_CALLS = "all calls"  # stands for a case id
+NO_ROW = "no such row"
+CUT_OFF = "not reached: the run was interrupted"
+
 DEFAULT_THRESHOLD = 0.05
+CALLS_THRESHOLD = 0.25  # of the median call of all rows
+ONE_CALL = 4  # times that threshold is what one row has to move by: with noise of 12% on either side that is 4 sigma
 CONFIDENCE = 0.99  # not 0.95: a sweep asks hundreds of rows at once
 RESAMPLES = 2000
 MIN_SAMPLES = 5  # fewer say nothing about noise
 NEGLIGIBLE = 1e-3  # share of the allowed error: below it all errors are the same
 MARGIN = 1.5  # of a suggested threshold over the widest spread seen: a few runs do not show the widest there is
 USELESS = 0.10  # a threshold that lets a slow-down of so much pass guards nothing
+ENOUGH = 0.5  # share of rows that must have been judged before a comparison says that nothing got worse
 COVERED = 0.9  # share of cases that the suggested default is enough for; the others get their own
 
 
@@ -45,7 +60,7 @@ class Verdict:
     word: Word
     counts: bool  # False for a peer, whose rows are shown but fail nothing
     threshold: float
-    quantity: str = ""  # "ms", or the tensor whose relative L2 error grew most
+    quantity: str = ""  # "ms", "call ms", or the tensor whose relative L2 error grew most
     old: float | None = None
     new: float | None = None
     ratio: float | None = None  # new / old
@@ -59,6 +74,7 @@ class Thresholds:
 
     default: float = DEFAULT_THRESHOLD
     cases: Mapping[str, float] = field(default_factory=dict)  # case id or pattern (* and ?) -> threshold
+    calls: float = CALLS_THRESHOLD
 
     def of(self, case_id: str) -> float:
         """Of a case: the last pattern that fits decides."""
@@ -66,7 +82,8 @@ class Thresholds:
 
 
 def compare(old: Run, new: Run, thresholds: Thresholds | None = None, allow: Collection[Mix] = ()) -> list[Verdict]:
-    """A verdict per row of either run: rows that count first, and of these the worst first.
+    """A verdict per row of either run: rows that count first, and of these the worst first. Then, in that order, those
+    of calls that can be judged.
 
     Raises ArgumentError for a bench run against a verify run, and UnsupportedError when rows were timed under other
     conditions that `allow` does not name.
@@ -88,20 +105,41 @@ def compare(old: Run, new: Run, thresholds: Thresholds | None = None, allow: Col
         )
         for key in {**before, **after}
     ]
-    return sorted(verdicts, key=lambda row: (not row.counts, WORDS.index(row.word), -(row.ratio or 0)))
+    if new.interrupted:
+        verdicts = [replace(row, why=CUT_OFF) if row.why == NO_ROW else row for row in verdicts]
+    if old.environment.cpu == new.environment.cpu:
+        calls = _calls({key: (before[key], after[key]) for key in before.keys() & after.keys() if not mixes.get(key)})
+        verdicts += _change_of_calls(calls, ours, thresholds.calls)
+    return sorted(
+        verdicts,
+        key=lambda row: (
+            row.quantity == CALL_MS,
+            not row.counts,
+            WORDS.index(row.word),
+            row.case_id != ALL_CALLS,
+            -(row.ratio or 0),
+        ),
+    )
 
 
-def unjudged(verdicts: Sequence[Verdict]) -> tuple[int, str]:
-    """How many rows that count could be judged, and a line about those that could not; no line where there are none."""
-    compared = [row for row in verdicts if row.counts and row.word in COMPARED]
-    unclear = [row for row in compared if row.word == "unclear"]
-    few = sum(row.quantity == "ms" and row.interval is None for row in unclear)
-    judged = len(compared) - len(unclear)
-    if not unclear:
-        return judged, ""
-    why = f", {few} of them with too few samples" if few else ""
-    do = "; measure longer, with --budget and --repeats" if unclear[0].quantity == "ms" else ""
-    return judged, f"{judged} of {len(compared)} rows could be judged: {len(unclear)} unclear{why}{do}"
+def unjudged(verdicts: Sequence[Verdict]) -> tuple[bool, str]:
+    """Whether enough rows were judged to say that nothing got worse, and a line about those that were not, if any.
+
+    Rows that count, calls aside. One that the new run does not have counts as not judged where it should have: that
+    run was interrupted, or the backend gave no result. A run of fewer cases is a choice.
+    """
+    rows = [row for row in verdicts if row.counts and row.quantity != CALL_MS]
+    unclear = [row for row in rows if row.word == "unclear"]
+    lost = sum(row.word == "missing" and row.why != NO_ROW for row in rows)
+    judged = sum(row.word in COMPARED or row.word == "failed" for row in rows) - len(unclear)
+    asked = judged + len(unclear) + lost
+    if judged == asked:
+        return True, ""
+    few = sum(row.quantity == MS and row.interval is None for row in unclear)
+    found = f"{len(unclear)} unclear" + f", {few} of them with too few samples" * bool(few) if unclear else ""
+    words = ", ".join(filter(None, [found, f"{lost} missing" * bool(lost)]))
+    do = "; measure longer, with --budget and --repeats" if unclear and unclear[0].quantity == MS else ""
+    return judged >= ENOUGH * asked, f"{judged} of {asked} rows could be judged: {words}{do}"
 
 
 def changes(old: Run, new: Run) -> list[str]:
@@ -153,7 +191,7 @@ def _change(before: Record | None, after: Record | None, threshold: float, mix: 
 def _lacks(record: Record | None) -> str:
     """Why a row has no number to compare; nothing when it has one."""
     if record is None:
-        return "no such row"
+        return NO_ROW
     if record.status != "ok":
         return f"{record.status}: {record.reason}" if record.reason else record.status
     if record.passed is False:
@@ -166,19 +204,20 @@ def _lacks(record: Record | None) -> str:
 
 def _change_of_time(before: Timing, after: Timing, threshold: float, why: list[str]) -> dict[str, Any]:
     old, new = before.gpu_ms or math.nan, after.gpu_ms or math.nan
-    ratio, limit = new / old, 1 + threshold
-    interval = _interval(before.samples, after.samples)
-    word: Word = "unclear"
-    if interval is None:
-        why = [*why, f"fewer than {MIN_SAMPLES} samples"]
-    elif min(ratio, interval[0]) > limit:
-        word = "slower"
-    elif max(ratio, interval[1]) < 1 / limit:
-        word = "faster"
-    elif 1 / limit <= interval[0] and interval[1] <= limit:
-        word = "same"
+    ratio, interval = new / old, _interval(before.samples, after.samples)
+    word = _word(ratio, interval, threshold) if interval else "unclear"
+    why = why if interval else [*why, f"fewer than {MIN_SAMPLES} samples"]
     numbers = {"old": old, "new": new, "ratio": ratio, "interval": interval}
-    return {"word": word, "quantity": "ms", **numbers, "why": ", ".join(why)}
+    return {"word": word, "quantity": MS, **numbers, "why": ", ".join(why)}
+
+
+def _word(ratio: float, interval: tuple[float, float], threshold: float) -> Word:
+    limit = 1 + threshold
+    if min(ratio, interval[0]) > limit:
+        return "slower"
+    if max(ratio, interval[1]) < 1 / limit:
+        return "faster"
+    return "same" if 1 / limit <= interval[0] and interval[1] <= limit else "unclear"
 
 
 def _interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float] | None:
@@ -197,6 +236,55 @@ def _interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float]
         (old, new), ratio, method="percentile", confidence_level=CONFIDENCE, n_resamples=RESAMPLES, rng=0
     ).confidence_interval
     return float(found.low), float(found.high)
+
+
+def _calls(rows: Mapping[Key, tuple[Record, Record]]) -> dict[Key, tuple[float, float]]:
+    """Old and new time of the calls that can be judged: right results on both sides, of a GPU that was steady."""
+    return {
+        key: (before.timing.call_ms, after.timing.call_ms)
+        for key, (before, after) in rows.items()
+        if before.timing and before.timing.call_ms and after.timing and after.timing.call_ms
+        if not any(_lacks(record) or went_wrong(record) or _unsteady(record) for record in (before, after))
+    }
+
+
+def _unsteady(record: Record) -> bool:
+    """Whether the time of a call says little: on a CPU it is the time of the op, and what disturbed the samples of the
+    device, or cannot be told from them, may have disturbed the calls beside them."""
+    timing = record.timing
+    if timing is None or timing.clock == "wall" or timing.gpu_ms is None or timing.gpu_ms_iqr is None:
+        return True
+    throttled = bool(record.clocks and record.clocks.throttle)
+    return throttled or len(timing.samples) < MIN_SAMPLES or timing.gpu_ms_iqr > DEFAULT_THRESHOLD * timing.gpu_ms
+
+
+def _change_of_calls(
+    calls: Mapping[Key, tuple[float, float]], ours: Collection[str], threshold: float
+) -> list[Verdict]:
+    """A verdict per row, and one for all rows of a backend where they are enough to show how they scatter."""
+    verdicts = []
+    by_backend: dict[tuple[str, str], list[float]] = {}
+    one = 1 + ONE_CALL * threshold
+    for (case_id, backend, direction), (old, new) in calls.items():
+        ratio = new / old
+        by_backend.setdefault((backend, direction), []).append(ratio)
+        word: Word = "slower" if ratio > one else "faster" if ratio < 1 / one else "same"
+        verdicts.append(
+            Verdict(
+                case_id, backend, direction, word, backend in ours, one - 1,
+                quantity=CALL_MS, old=old, new=new, ratio=ratio,
+            )
+        )  # fmt: skip
+    for (backend, direction), ratios in by_backend.items():
+        if interval := _interval([1.0] * len(ratios), ratios):
+            ratio = statistics.median(ratios)
+            verdicts.append(
+                Verdict(
+                    ALL_CALLS, backend, direction, _word(ratio, interval, threshold), backend in ours, threshold,
+                    quantity=CALL_MS, ratio=ratio, interval=interval, why=f"the median of {len(ratios)} rows",
+                )
+            )  # fmt: skip
+    return verdicts
 
 
 def _change_of_errors(before: Record, after: Record, threshold: float) -> dict[str, Any]:
@@ -280,25 +368,27 @@ def threshold(value: object) -> float:
 
 
 def read_thresholds(path: Path) -> Thresholds:
-    """Thresholds from a TOML file: `default`, and a table `cases` of ids or patterns. Raises ArgumentError."""
+    """Thresholds from a TOML file: `default`, `calls`, and a table `cases` of ids or patterns. Raises ArgumentError."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ArgumentError("the thresholds file cannot be read", given=f"{path}: {error}") from error
     cases = content.get("cases", {})
-    unknown = [name for name in content if name not in ("default", "cases")]
+    unknown = [name for name in content if name not in ("default", "calls", "cases")]
     if unknown or not isinstance(cases, dict):
         raise ArgumentError(
             "not a thresholds file",
             given=f"{path}: {', '.join(unknown) or 'cases is no table'}",
-            supported='default = "5%", and a table [cases] with lines like "hk2-hv8/*" = "8%"',
+            supported='default = "5%", calls = "25%", and a table [cases] with lines like "hk2-hv8/*" = "8%"',
         )
     default = threshold(content.get("default", DEFAULT_THRESHOLD))
-    return Thresholds(default, {pattern: threshold(value) for pattern, value in cases.items()})
+    calls = threshold(content.get("calls", CALLS_THRESHOLD))
+    return Thresholds(default, {pattern: threshold(value) for pattern, value in cases.items()}, calls)
 
 
 def calibrate(runs: Sequence[Run]) -> Thresholds:
-    """Thresholds that repeated runs of one build stay below, from how far the medians of each row lie apart.
+    """Thresholds that repeated runs of one build stay below, from how far the medians of each row lie apart, and their
+    calls.
 
     Raises ArgumentError unless all are bench runs of one build, UnsupportedError when they were timed under different
     conditions, NothingToDo when no row has a time in two of them.
@@ -322,10 +412,28 @@ def calibrate(runs: Sequence[Run]) -> Thresholds:
             spreads[case_id] = max(spreads.get(case_id, 0.0), max(values) / min(values) - 1)
     if not spreads:
         raise NothingToDo("no row has a time in two of these runs")
-    # In whole percent, at least one; rounded first, because 1.3 / 1.0 - 1 is a little over 0.3.
-    needed = {case_id: max(math.ceil(round(100 * MARGIN * spread, 6)), 1) / 100 for case_id, spread in spreads.items()}
+    needed = {case_id: _with_margin(spread) for case_id, spread in spreads.items()}
     default = sorted(needed.values())[math.ceil(COVERED * len(needed)) - 1]
-    return Thresholds(default, {case_id: value for case_id, value in needed.items() if value > default})
+    return Thresholds(default, {name: value for name, value in needed.items() if value > default}, _calls_apart(runs))
+
+
+def _with_margin(spread: float) -> float:
+    """In whole percent, at least one; rounded first, because 1.3 / 1.0 - 1 is a little over 0.3."""
+    return max(math.ceil(round(100 * MARGIN * spread, 6)), 1) / 100
+
+
+def _calls_apart(runs: Sequence[Run]) -> float:
+    """A threshold for calls that no two of these runs come near; the default where their calls cannot be compared."""
+    pairs = ((_rows(old), _rows(new)) for old, new in combinations(runs, 2))
+    changes = [
+        (max(verdict.ratio, 1 / verdict.ratio) - 1) / (1 if verdict.case_id == ALL_CALLS else ONE_CALL)
+        for old, new in pairs
+        for verdict in _change_of_calls(
+            _calls({key: (old[key], new[key]) for key in old.keys() & new.keys()}), judged(runs[0]), CALLS_THRESHOLD
+        )
+        if verdict.counts and verdict.ratio
+    ]
+    return _with_margin(max(changes)) if changes else CALLS_THRESHOLD
 
 
 def guards_little(thresholds: Thresholds) -> str:
@@ -340,4 +448,5 @@ def guards_little(thresholds: Thresholds) -> str:
 def to_toml(thresholds: Thresholds) -> str:
     """Thresholds as the file that `read_thresholds` reads."""
     lines = [f'"{case_id}" = "{value:.0%}"' for case_id, value in thresholds.cases.items()]
-    return "\n".join([f'default = "{thresholds.default:.0%}"', *["", "[cases]"] * bool(lines), *lines]) + "\n"
+    calls = [f'calls = "{thresholds.calls:.0%}"'] * (thresholds.calls != CALLS_THRESHOLD)
+    return "\n".join([f'default = "{thresholds.default:.0%}"', *calls, *["", "[cases]"] * bool(lines), *lines]) + "\n"

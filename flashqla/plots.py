@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from flashqla import records
 from flashqla.errors import EnvironmentProblem, RecordError
@@ -82,13 +83,18 @@ def make_folder(folder: Path) -> None:
         raise RecordError("the folder cannot be made", given=f"{folder}: {error.strerror}") from error
 
 
+def pictures(run: Run) -> dict[str, str]:
+    """SVG files by plot name, light or dark as their viewer is."""
+    style = f"<style>svg{{{variables(LIGHT)}}}@media (prefers-color-scheme:dark){{svg{{{variables(DARK)}}}}}</style>"
+    return {name: re.sub(r"<svg[^>]*>", rf"\g<0>{style}", svg, count=1) + "\n" for name, svg in inline(run).items()}
+
+
 def write(run: Run, folder: Path, prefix: str = "") -> list[Path]:
     """Write every plot of a run as SVG, light or dark as its viewer is, and as light PNG. Raises RecordError."""
-    style = f"<style>svg{{{variables(LIGHT)}}}@media (prefers-color-scheme:dark){{svg{{{variables(DARK)}}}}}</style>"
     written = []
-    for name, svg in inline(run).items():
+    for name, svg in pictures(run).items():
         path = records.destination(folder / f"{prefix}{name}.svg")
-        records.write(path, re.sub(r"<svg[^>]*>", rf"\g<0>{style}", svg, count=1) + "\n")
+        records.write(path, svg)
         picture = records.destination(path.with_suffix(".png"))
         picture.write_bytes(_draw(name, run, LIGHT, format="png", dpi=160, metadata={"Software": None}) or b"")
         written += [path, picture]
@@ -106,7 +112,21 @@ def _svg(name: str, run: Run) -> str:
     svg = re.sub(r"font: ([0-9.]+px)[^;\"]*", r"font: \1 system-ui, sans-serif", svg)
     for colour, stand_in in STAND_INS.items():
         svg = svg.replace(stand_in, f"var(--{colour})")
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
+    return _smaller(svg).replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
+
+
+def _smaller(svg: str) -> str:
+    """Without groups that hold nothing, indentation, turns by nothing, and digits beyond a hundredth of a point; and
+    each style once, as a class whose name is the same for the same style, because a page may hold many figures."""
+    svg = re.sub(r"\n\s+", "\n", svg)
+    svg = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", svg)
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", tag[0]), svg)
+    while (less := re.sub(r"<g>\s*</g>\n?|<g/>\n?", "", svg)) != svg:
+        svg = less
+    classes = {style: f"s{crc32(style.encode()):08x}" for style in re.findall(r' style="([^"]*)"', svg)}
+    svg = re.sub(r' style="([^"]*)"', lambda style: f' class="{classes[style[1]]}"', svg)
+    rules = "".join(f"\n.{name}{{{style}}}" for style, name in classes.items())
+    return svg.replace("</style>", f"{rules}\n</style>", 1)
 
 
 def _draw(name: str, run: Run, paint: Paint, **options: Any) -> bytes | None:

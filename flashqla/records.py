@@ -213,9 +213,12 @@ def gather(path: Path) -> tuple[Run, dict[Path, str]]:
     Of two records of a row the later counts, unless only the earlier is settled. Also returns what was found in these
     part files, in words. Raises RecordError where `path` cannot be read.
     """
+    parts = _parts(whole(path))
+    if parts and not path.exists():  # every session of it was killed
+        path = parts[0]
     run = read(path)
     sessions, found = [run], {}
-    for part in _parts(whole(path)):
+    for part in parts:
         if part == path:
             continue
         try:
@@ -250,8 +253,10 @@ _PART = r"\.jsonl(\.old(\.\d+)?)?"  # of a session at work or killed; .old: move
 
 
 def _parts(path: Path) -> list[Path]:
-    """Part files beside the file of a run."""
+    """Part files beside the file of a run, that of the latest session first."""
     name = re.compile(re.escape(path.name) + _PART)
+    if not path.parent.is_dir():
+        return []
     return sorted(part for part in path.parent.iterdir() if name.fullmatch(part.name) and part.is_file())
 
 
@@ -299,6 +304,8 @@ def replacing(path: Path) -> Iterator[Path]:
     with _writing(path):
         try:
             yield unfinished
+            with unfinished.open("rb") as content:  # or a machine that goes down may keep the name and lose the bytes
+                os.fsync(content.fileno())
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -374,6 +381,7 @@ class Writer:
             with _writing(self.part):
                 self._file.write(_dump(content) + "\n")
                 self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 def _open_alone(part: Path) -> tuple[TextIO, Path | None]:

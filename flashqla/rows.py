@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -302,14 +303,27 @@ def _verify_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Rec
 
 def _status(error: BaseException) -> tuple[Status, str]:
     """Status and reason of a row that ended in an error."""
-    text = f"{type(error).__name__}: {first_line(error)}"
+    text = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
     words = str(error).lower()
     exhausted = any(sign in words for sign in ("out of memory", "can't allocate memory"))  # of a GPU, and of the host
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError) or exhausted:
-        return "oom", " ".join(str(error).split())  # torch names the bytes asked for, and those free
+        return "oom", _with_free_bytes(" ".join(str(error).split()) or text)
     if isinstance(error, UnsupportedError | NotImplementedError):
         return "unsupported", text
     return "failed", text
+
+
+def _with_free_bytes(reason: str) -> str:
+    """A lack of memory, with what was free. PyTorch's allocator for GPUs says that itself; the driver and the host name
+    the bytes asked for, if any."""
+    free = None
+    if " free" not in reason:
+        with suppress(RuntimeError, OSError, ValueError, IndexError):  # a GPU that is lost, a host without /proc
+            if "CUDA" in reason:
+                free = torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else None
+            else:
+                free = 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
+    return reason if free is None else f"{reason} ({free / 2**30:.1f} GiB are free)"
 
 
 def first_line(error: BaseException) -> str:

@@ -7,7 +7,18 @@ from dataclasses import asdict
 from textwrap import fill
 from typing import Literal
 
-from flashqla.compare import COMPARED, CONFIDENCE, REGRESSIONS, WORDS, Verdict, changes, unjudged
+from flashqla.compare import (
+    ALL_CALLS,
+    CALL_MS,
+    COMPARED,
+    CONFIDENCE,
+    MS,
+    REGRESSIONS,
+    WORDS,
+    Verdict,
+    changes,
+    unjudged,
+)
 from flashqla.device import PEERS
 from flashqla.junit import Outcome, suite
 from flashqla.junit import text as junit_text
@@ -39,14 +50,20 @@ def json(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = Fal
 def junit(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = False) -> str:
     """A test case per row. One that counts and got worse is a failure; one that could not be compared is skipped.
 
-    Where no row could be judged, one test more fails: a suite of skipped tests would look as if all was well.
+    Where too few rows could be judged, one test more fails: a suite of skipped tests would look as if all was well.
     """
     outcomes = [
-        Outcome(row.backend, f"{row.case_id} {row.direction}", _result(row), row.word, _message(row))
+        Outcome(
+            row.backend,
+            f"{row.case_id} {row.direction}{' call' * (row.quantity == CALL_MS)}",
+            _result(row),
+            row.word,
+            _message(row),
+        )
         for row in verdicts
     ]
-    judged, line = unjudged(verdicts)
-    if line and not judged:
+    enough, line = unjudged(verdicts)
+    if not enough:
         outcomes.append(Outcome("flashqla compare", "rows that could be judged", "failure", "unclear", line))
     return junit_text(suite(f"flashqla compare {new.kind}", new.started.isoformat(), outcomes))
 
@@ -79,9 +96,44 @@ FORMATS: Mapping[str, Render] = {
 
 
 def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> Page:
-    rows = verdicts if everything else _telling(verdicts)
-    timed = new.kind.startswith("bench")
-    unit = "ms" if timed else "error"
+    shown, timed = verdicts, new.kind.startswith("bench")
+    rows, calls = _apart(verdicts if everything else _telling(verdicts))
+    tables = [_table(rows, "ms" if timed else "error", timed)] * bool(rows)
+    tables += [_table(calls, CALL_MS, True, "Calls from Python, the host's work included")] * bool(calls)
+    verdicts, all_calls = _apart(verdicts)
+    hidden = Counter(row.word for row in verdicts) - Counter(row.word for row in rows)
+    alone = ", ".join(f"{count} {word}" for word, count in hidden.items() if word != "same")
+    idle = dict.fromkeys("peers" if row.backend in PEERS else row.backend for row in verdicts if not row.counts)
+    legend = [
+        *[
+            "ratio: median time, new / old. "
+            f"interval: where a bootstrap of the samples puts it, with {CONFIDENCE:.0%} confidence.",
+            "slower, faster: ratio and interval lie beyond the threshold. same: both lie within. unclear: neither.",
+        ]
+        * timed,
+        *["error: relative L2, of the output whose error grew most. worse, better: beyond the threshold."]
+        * (not timed),
+        f"Thresholds: {_thresholds(verdicts)}.",
+        *[f"Those of calls: {_thresholds(all_calls)}. Calls are not judged where the device was unsteady."]
+        * bool(all_calls),
+        *[f"Rows of {', '.join(idle)} are shown and fail nothing."] * bool(idle),
+        *[f"Rows that stayed the same are not listed: {hidden['same']} (--all lists them)."] * bool(hidden["same"]),
+        *[f"No row has a result in both runs. Those of one alone are not listed: {alone} (--all lists them)."]
+        * bool(alone),
+    ]
+    facts = {"old": _identity(old), "new": _identity(new), "changed": _wrapped(changes(old, new)) or "nothing"}
+    return Page(f"flashqla compare {new.kind.replace('-', ' ')}", facts, tables, legend, _summary(shown))
+
+
+def _apart(verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
+    """Verdicts on rows, and those on calls."""
+    return (
+        [row for row in verdicts if row.quantity != CALL_MS],
+        [row for row in verdicts if row.quantity == CALL_MS],
+    )
+
+
+def _table(rows: Sequence[Verdict], unit: str, timed: bool, title: str = "") -> Table:
     head = ["case", "backend", f"old {unit}", f"new {unit}", "ratio", *["interval"] * timed, "verdict", "note"]
     cells = [
         [
@@ -96,33 +148,7 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
         ]
         for row in rows
     ]
-    hidden = Counter(row.word for row in verdicts) - Counter(row.word for row in rows)
-    alone = ", ".join(f"{count} {word}" for word, count in hidden.items() if word != "same")
-    idle = dict.fromkeys("peers" if row.backend in PEERS else row.backend for row in verdicts if not row.counts)
-    legend = [
-        *[
-            "ratio: median time, new / old. "
-            f"interval: where a bootstrap of the samples puts it, with {CONFIDENCE:.0%} confidence.",
-            "slower, faster: ratio and interval lie beyond the threshold. same: both lie within. unclear: neither.",
-        ]
-        * timed,
-        *["error: relative L2, of the output whose error grew most. worse, better: beyond the threshold."]
-        * (not timed),
-        f"Thresholds: {_thresholds(verdicts)}.",
-        *[f"Rows of {', '.join(idle)} are shown and fail nothing."] * bool(idle),
-        *[f"Rows that stayed the same are not listed: {hidden['same']} (--all lists them)."] * bool(hidden["same"]),
-        *[f"No row has a result in both runs. Those of one alone are not listed: {alone} (--all lists them)."]
-        * bool(alone),
-    ]
-    facts = {"old": _identity(old), "new": _identity(new), "changed": _wrapped(changes(old, new)) or "nothing"}
-    words = (1, len(head) - 2, len(head) - 1)
-    return Page(
-        f"flashqla compare {new.kind.replace('-', ' ')}",
-        facts,
-        [Table([head], cells, left=(0, *words))] if rows else [],
-        legend,
-        _summary(verdicts),
-    )
+    return Table([head], cells, title, left=(0, 1, len(head) - 2, len(head) - 1))
 
 
 def _wrapped(changed: Sequence[str]) -> str:
@@ -151,7 +177,10 @@ def _identity(run: Run) -> str:
 def _counts(verdicts: Sequence[Verdict]) -> dict[str, Counter[str]]:
     counts: dict[str, Counter[str]] = {}
     for row in verdicts:
-        counts.setdefault(row.backend, Counter())[row.word] += 1
+        if row.case_id == ALL_CALLS:
+            continue
+        who = f"{row.backend}, calls" if row.quantity == CALL_MS else row.backend
+        counts.setdefault(who, Counter())[row.word] += 1
     return counts
 
 
@@ -159,9 +188,15 @@ def _summary(verdicts: Sequence[Verdict]) -> list[str]:
     """How many rows could not be judged, if any; then a line per backend, those that count first."""
     _, line = unjudged(verdicts)
     idle = {row.backend for row in verdicts if not row.counts}
+    all_calls = {
+        f"{row.backend}, calls": f"; all together {row.word}, {_ratio(row)} ({_interval(row)})"
+        for row in verdicts
+        if row.case_id == ALL_CALLS
+    }
     counts = [
-        f"{backend}{_role(backend) if backend in idle else ''}: "
+        f"{backend}{_role(backend) if backend.removesuffix(', calls') in idle else ''}: "
         + ", ".join(f"{count[word]} {word}" for word in WORDS if count[word])
+        + all_calls.get(backend, "")
         for backend, count in _counts(verdicts).items()
     ]
     return [*[f"{line}."] * bool(line), *counts] or ["no rows"]
@@ -169,7 +204,7 @@ def _summary(verdicts: Sequence[Verdict]) -> list[str]:
 
 def _role(backend: str) -> str:
     """What a backend is whose rows do not count."""
-    return " (a peer)" if backend in PEERS else " (does not count)"
+    return " (a peer)" if backend.removesuffix(", calls") in PEERS else " (does not count)"
 
 
 def _message(row: Verdict) -> str:
@@ -183,7 +218,7 @@ def _message(row: Verdict) -> str:
 def _number(row: Verdict, value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if row.quantity == "ms" else f"{value:.2e}"
+    return f"{value:.4g}" if row.quantity in (MS, CALL_MS) else f"{value:.2e}"
 
 
 def _ratio(row: Verdict) -> str:
@@ -195,7 +230,7 @@ def _interval(row: Verdict) -> str:
 
 
 def _note(row: Verdict) -> str:
-    tensor = row.quantity if row.quantity != "ms" else ""
+    tensor = row.quantity if row.quantity not in (MS, CALL_MS) else ""
     return ", ".join(part for part in (tensor, " ".join(row.why.split())) if part)
 
 

@@ -75,7 +75,7 @@ case $code in
   fi
   ;;
 1) outcome='**A wrong result, a failed row or a regression.**' ;;
-4) outcome='**Not judged: exit code 4.** There was nothing to run or to compare, or no row could be judged; see below.' ;;
+4) outcome='**Not judged: exit code 4.** There was nothing to run or to compare, or too few rows could be judged; see below.' ;;
 *) outcome="**Not judged: exit code $code.** The log of the job says why." ;;
 esac
 if ((${#runs[@]} && ! code)) && [[ ! -f $baseline/verify.json || ! -f $baseline/bench-fwd.json ]]; then

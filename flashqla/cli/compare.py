@@ -22,7 +22,7 @@ Exit codes:
   1  a row is slower or worse, or failed; with --strict also unclear or missing
   2  wrong usage, or a file that cannot be read
   3  runs that cannot be compared: other L2 mode, clock or hardware
-  4  nothing was compared, no row could be judged (all unclear), or there is no baseline
+  4  nothing was compared, more than half of the rows could not be judged, or there is no baseline
 
 \b
 Examples:
@@ -60,6 +60,12 @@ def compare(
     fail: Annotated[
         str | None, typer.Option("--fail", metavar="SHARE", help="Smallest change that counts; 5% by default.")
     ] = None,
+    fail_calls: Annotated[
+        str | None,
+        typer.Option(
+            "--fail-calls", metavar="SHARE", help="Likewise for calls from Python, all rows together; 25% by default."
+        ),
+    ] = None,
     thresholds: Annotated[
         Path | None, typer.Option("--thresholds", metavar="PATH", help="TOML file with thresholds per case.")
     ] = None,
@@ -77,7 +83,8 @@ def compare(
 ) -> None:
     """Compare two runs, row by row.
 
-    A row is slower if the ratio of medians and its interval both lie above the threshold. Peers are shown and do not
+    A row is slower if the ratio of medians and its interval both lie above the threshold. Calls from Python, with the
+    host's work, are compared apart: over all rows, and for one by four times that threshold. Peers are shown and do not
     count, unless nothing else ran. Works without PyTorch and without a GPU.
     """
     from flashqla import compare as comparing
@@ -86,6 +93,7 @@ def compare(
 
     limits = comparing.read_thresholds(thresholds) if thresholds else comparing.Thresholds()
     limits = replace(limits, default=comparing.threshold(fail)) if fail is not None else limits
+    limits = replace(limits, calls=comparing.threshold(fail_calls)) if fail_calls is not None else limits
     after = comparing.only(read(new), backend or ())
     before = comparing.only(_baseline(old, after, allow_missing_baseline), backend or ())
     verdicts = comparing.compare(before, after, limits, [mix.value for mix in allow or ()])
@@ -93,8 +101,7 @@ def compare(
         verdicts = [replace(row, counts=True) for row in verdicts]
     console.result(FORMATS[form.value](before, after, verdicts, everything))
     _warn_of_idle_patterns(limits, verdicts)
-    bad = {*comparing.REGRESSIONS, *(("unclear", "missing") if strict else ())}
-    if any(row.counts and row.word in bad for row in verdicts):
+    if any(row.counts and (row.word in comparing.REGRESSIONS or (strict and _open(row))) for row in verdicts):
         raise typer.Exit(1)
     if not allow_missing_baseline and not any(row.word in comparing.COMPARED for row in verdicts):
         raise NothingToDo(
@@ -102,9 +109,18 @@ def compare(
             given=f"{old} has {_rows(before)}, {new} has {_rows(after)}",
             do="compare runs of the same suite and backends, or pass --allow-missing-baseline",
         )
-    judged, line = comparing.unjudged(verdicts)
-    if line and not judged:
-        raise NothingToDo("no row could be judged", given=line, do="make both runs again, such as with --budget 30")
+    enough, line = comparing.unjudged(verdicts)
+    if not enough:
+        what = "no row" if line.startswith("0 ") else "less than half of the rows"
+        do = "make both runs again, such as with --budget 30, or take the thresholds of flashqla calibrate"
+        raise NothingToDo(f"{what} could be judged", given=line, do=do)
+
+
+def _open(row: "Verdict") -> bool:
+    """Whether nothing is known of a row that --strict asks about: not of calls, of which no run has more to tell."""
+    from flashqla.compare import CALL_MS
+
+    return row.word in ("unclear", "missing") and row.quantity != CALL_MS
 
 
 def _rows(run: "Run") -> str:

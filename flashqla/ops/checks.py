@@ -3,14 +3,17 @@ that are like one judged before (`ops.repeats`) come here for their offsets alon
 
 Everything but the values of cu_seqlens is judged from shapes, dtypes and devices. Offsets on the host are read each
 time. Offsets on a GPU cost a synchronising read; its result stays on the tensor, for as long as PyTorch counts no write
-to it. Writes that PyTorch does not see (another library's kernel, the replay of a graph) leave it behind: so lengths
-choose tiles and reject nonsense, while kernels take addresses from the device's offsets alone.
+to it and it points at the same memory. Left behind it is by what PyTorch does not see: another library's kernel, the
+replay of a graph, a write through `.data`, and a write on another stream for which the stream of the read did not wait.
+So lengths choose tiles and reject nonsense, while kernels take addresses from the device's offsets alone: lengths that
+are old cost time, and never a result. Where a result depends on them (`h`, the PyTorch chunk form) they are read anew.
 """
 
 import weakref
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
+from operator import sub
 from typing import Any, Literal, NoReturn
 
 import numpy
@@ -27,6 +30,7 @@ OFFSET_DTYPES = (torch.int32, torch.int64)
 # What a number may be: Real covers NumPy's too, and torch.compile may trace one as a symbol.
 NUMBERS = (type(None), float, int, Real, torch.SymFloat, torch.SymInt)
 FLAGS = (type(None), Integral, numpy.bool_, torch.SymBool)  # bool and int are Integral
+SHORT_PACK = 64  # offsets that Python's own numbers are quicker for than NumPy's
 OPTIONAL = {"g", "initial_state", "cu_seqlens", "cu_seqlens_cpu", "dht"}
 
 
@@ -239,18 +243,24 @@ def settings(scale: Any, **flags: Any) -> tuple[float | None, list[bool]]:
 
 
 class _Lengths:
-    """Lengths read from one tensor at one version. Copies and pickles of it get none: their versions start anew."""
+    """Lengths read from one tensor at one version, in one place: `x.data = y` moves x, and counts as no write. Copies
+    and pickles of it get none: their versions start anew."""
 
-    __slots__ = ("owner", "seqlens", "version")
+    __slots__ = ("end", "owner", "seqlens", "state")
 
-    def __init__(self, owner: Tensor, version: int, seqlens: tuple[int, ...]) -> None:
-        self.owner, self.version, self.seqlens = weakref.ref(owner), version, seqlens
+    def __init__(self, owner: Tensor, state: tuple[int, int], seqlens: tuple[int, ...]) -> None:
+        self.owner, self.state, self.seqlens, self.end = weakref.ref(owner), state, seqlens, sum(seqlens)
 
     def of(self, tensor: Tensor) -> tuple[int, ...] | None:
-        return self.seqlens if self.owner() is tensor and self.version == tensor._version else None
+        return self.seqlens if self.owner() is tensor and self.state == _state(tensor) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """What changes when PyTorch writes to a tensor or points it elsewhere."""
+    return tensor._version, tensor.data_ptr()
 
 
 def _judge_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, batch: int, device: torch.device) -> None:
@@ -289,48 +299,65 @@ def lengths(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int, read
         return None
 
     if cu_seqlens.device.type == "cpu":
-        offsets = cu_seqlens.tolist()
-        if cu_seqlens_cpu is not None and (given := cu_seqlens_cpu.tolist()) != offsets:
+        if cu_seqlens_cpu is not None and not _same(cu_seqlens_cpu, cu_seqlens):
+            given, offsets = cu_seqlens_cpu.tolist(), cu_seqlens.tolist()
             at = next(n for n, pair in enumerate(zip(given, offsets, strict=True)) if pair[0] != pair[1])
             raise ArgumentError(
                 "cu_seqlens_cpu differs from cu_seqlens",
                 given=f"offset {at} is {given[at]} there, and {offsets[at]} in cu_seqlens",
                 do="pass the same offsets, or cu_seqlens alone",
             )
-        return _checked(offsets, tokens)
+        return _checked(cu_seqlens, tokens)
     if cu_seqlens_cpu is not None:
-        return _checked(cu_seqlens_cpu.tolist(), tokens)
+        return _checked(cu_seqlens_cpu, tokens)
 
     # An inference tensor counts no versions, so nothing could tell that its cached lengths are old.
     versioned = not cu_seqlens.is_inference()
     if versioned and read == "cached":
         cached: _Lengths | None = getattr(cu_seqlens, "_flashqla_lengths", None)
         known = cached.of(cu_seqlens) if cached else None
-        if known and sum(known) <= tokens:
+        if cached and known and cached.end <= tokens:
             return known
     if torch.cuda.is_current_stream_capturing():
         return None
-    seqlens = _checked(cu_seqlens.tolist(), tokens)
-    if versioned:
-        cu_seqlens._flashqla_lengths = _Lengths(cu_seqlens, cu_seqlens._version, seqlens)  # type: ignore[attr-defined]
+    state = _state(cu_seqlens) if versioned else None  # before the read: another thread may write behind it
+    seqlens = _checked(cu_seqlens.cpu(), tokens)
+    if state:
+        cu_seqlens._flashqla_lengths = _Lengths(cu_seqlens, state, seqlens)  # type: ignore[attr-defined]
     return seqlens
 
 
-def _checked(offsets: list[int], tokens: int) -> tuple[int, ...]:
+def _same(offsets: Tensor, others: Tensor) -> bool:
+    if offsets.numel() <= SHORT_PACK:
+        same: bool = offsets.tolist() == others.tolist()
+        return same
+    return numpy.array_equal(offsets.numpy(), others.numpy())
+
+
+def _checked(cu_seqlens: Tensor, tokens: int) -> tuple[int, ...]:
     """Offsets on the host -> lengths, or ArgumentError."""
-    seqlens = tuple(end - begin for begin, end in pairwise(offsets))
-    if offsets[0] != 0:
-        raise ArgumentError("cu_seqlens must start at 0", given=f"cu_seqlens[0] = {offsets[0]}")
-    if min(seqlens) < 0:
-        n = next(n for n, length in enumerate(seqlens) if length < 0)
+    if cu_seqlens.numel() <= SHORT_PACK:
+        offsets = cu_seqlens.tolist()
+        seqlens = tuple(map(sub, offsets[1:], offsets))
+        first, last, rising = offsets[0], offsets[-1], min(seqlens) >= 0
+    else:
+        values = cu_seqlens.numpy()
+        seqlens = tuple(numpy.diff(values).tolist())
+        # Compared, because differences of what is no offset may overflow.
+        first, last, rising = int(values[0]), int(values[-1]), bool((values[1:] >= values[:-1]).all())
+    if first != 0:
+        raise ArgumentError("cu_seqlens must start at 0", given=f"cu_seqlens[0] = {first}")
+    if not rising:
+        offsets = cu_seqlens.tolist()
+        n = next(n for n, (begin, end) in enumerate(pairwise(offsets)) if end < begin)
         raise ArgumentError(
             "cu_seqlens must not decrease",
             given=f"cu_seqlens[{n}] = {offsets[n]}, cu_seqlens[{n + 1}] = {offsets[n + 1]}",
         )
-    if offsets[-1] > tokens:
+    if last > tokens:
         raise ArgumentError(
-            f"cu_seqlens ends at {offsets[-1]}, past the {tokens} tokens of q",
-            given=f"cu_seqlens[-1] = {offsets[-1]}, T = {tokens}",
+            f"cu_seqlens ends at {last}, past the {tokens} tokens of q",
+            given=f"cu_seqlens[-1] = {last}, T = {tokens}",
             supported="a last offset of T or less; rows past it give 0",
         )
     return seqlens

@@ -81,9 +81,10 @@ def chunk_gated_delta_rule(
         o [B, T, hv, 128], contiguous, in the dtype of v; and the final state [N, hv, 128, 128], float32, or None.
 
     Lengths: offsets are checked on the host. On the CPU they are read at each call; on the GPU once per tensor, until
-    it is written to (inference tensors count no writes: each call), which waits for the GPU; with cu_seqlens_cpu never;
-    and not while a stream is captured. Kernels take the offsets from the device, so that a captured graph can be
-    replayed with others in the same memory.
+    it is written to or moved (inference tensors count no writes: each call), which waits for the GPU; with
+    cu_seqlens_cpu never; and not while a stream is captured. Kernels take the offsets from the device, so that a
+    captured graph can be replayed with others in the same memory, and a write that PyTorch does not count (that of a
+    graph, of another library, or through `.data`) makes a plan less fit and no result wrong.
 
     What runs: TileLang kernels for bfloat16 and float16 on Hopper; for everything else the chunk form in PyTorch, in
     float32 (float64 for float64 tensors, whose state is float64 too). `explain` says which and why; a fallback on CUDA

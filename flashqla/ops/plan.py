@@ -4,10 +4,12 @@ A plan never changes what is computed, only how fast. So facts that are hints (l
 device may hold newer ones) are good enough for it.
 """
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flashqla.device import HOPPER
 
@@ -58,6 +60,9 @@ SPLIT_GAIN = 0.97  # of the estimate without: where most heads forget, a split m
 MOST_SEQUENCES = 65535  # rows of a grid
 # Beyond this many sequences and segments the SMs are evenly loaded, and scheduling them would cost host time.
 SCHEDULED_RUNS = 64
+LONG_PACK = 1024  # sequences
+
+Pack = Sequence[tuple[int, int]]  # chunks of a sequence or segment, and how many such there are
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,19 @@ class Plan:
     inverse_ctas: int = 0
 
 
-@lru_cache(maxsize=1024)
+def _kept(make: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Keeps plans, with the lengths they are of: where these take memory, a few."""
+    kept, kept_of_long_packs = lru_cache(maxsize=1024)(make), lru_cache(maxsize=8)(make)
+
+    @wraps(make)
+    def made(*, seqlens: tuple[int, ...] | None, **facts: Any) -> Plan:
+        few = seqlens is None or len(seqlens) <= LONG_PACK
+        return (kept if few else kept_of_long_packs)(seqlens=seqlens, **facts)
+
+    return made
+
+
+@_kept
 def make(
     *,
     hv: int,
@@ -99,20 +116,21 @@ def make(
     and v. device: its type, "cuda" or "cpu". missing: why the kernels cannot be loaded here, "" if they can. auto_cp:
     whether sequences may be split.
     """
-    if seqlens is None:
-        seqlens = (-(-tokens // max(sequences, 1)),) * sequences
-    if not seqlens:  # of no sequence, as of empty ones, every plan is as good
-        seqlens = (0,)
-    reason = _refusal(len(seqlens), dtype, device, capability, missing)
+    if seqlens is not None:
+        sequences = len(seqlens)
+    reason = _refusal(sequences, dtype, device, capability, missing)
     if reason:
         return Plan("torch", 128, (), f"{reason}: the PyTorch chunk form runs")
 
-    chunks, costs = [-(-length // CHUNK) for length in seqlens], COSTS[direction]
-    v_tile, us, tile_reason = _choose_v_tile(chunks, hv, sm_count, costs)
-    split = _choose_split(chunks, tokens // CHUNK, hv, sm_count, us, costs) if auto_cp else (0, "auto_cp is off")
+    if seqlens is None:
+        seqlens = (-(-tokens // max(sequences, 1)),) * sequences
+    # Of no sequence, as of empty ones, every plan is as good.
+    pack, costs = _pack(seqlens or (0,)), COSTS[direction]
+    v_tile, us, tile_reason = _choose_v_tile(pack, hv, sm_count, costs)
+    split = _choose_split(pack, tokens // CHUNK, hv, sm_count, us, costs) if auto_cp else (0, "auto_cp is off")
     segment_chunks, split_reason = split
     if segment_chunks:
-        v_tile, _, tile_reason = _choose_v_tile(_segments(chunks, segment_chunks), hv, sm_count, costs)
+        v_tile, _, tile_reason = _choose_v_tile(_segments(pack, segment_chunks), hv, sm_count, costs)
     kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
     return Plan("tilelang", v_tile, kernels, f"{split_reason}; {tile_reason}", segment_chunks, sm_count)
 
@@ -131,38 +149,69 @@ def _refusal(sequences: int, dtype: str, device: str, capability: tuple[int, int
     return missing
 
 
-def _choose_v_tile(chunks: list[int], hv: int, sm_count: int, costs: Costs) -> tuple[Literal[64, 128], float, str]:
+def _pack(seqlens: tuple[int, ...]) -> Pack:
+    """Chunks of the sequences: one by one and in order where they are few enough to be scheduled, else counted, so that
+    planning takes no longer for many."""
+    lengths = Counter(seqlens)
+    empty = lengths.pop(0, 0)
+    pack: list[tuple[int, int]]
+    if len(seqlens) - empty <= SCHEDULED_RUNS:
+        pack = [(-(-length // CHUNK), 1) for length in seqlens if length]
+    else:
+        chunks: Counter[int] = Counter()
+        for length, count in lengths.items():
+            chunks[-(-length // CHUNK)] += count
+        pack = [*chunks.items()]
+    return [*pack, (0, empty)] if empty else pack
+
+
+def _size(pack: Pack) -> int:
+    """Sequences or segments of a pack."""
+    return sum(count for _, count in pack)
+
+
+def _choose_v_tile(pack: Pack, hv: int, sm_count: int, costs: Costs) -> tuple[Literal[64, 128], float, str]:
     """The columns of V a CTA, the microseconds of the recurrence they promise, and why."""
+    full = [(n, count) for n, count in pack if n]
+    scheduled = _size(full) <= SCHEDULED_RUNS
     whole, half = (
-        _critical_us([(n * us + costs.cta, costs.recurrences * hv * HEAD_DIM // tile) for n in chunks if n], sm_count)
+        _critical_us(
+            [(n * us + costs.cta, count * costs.recurrences * hv * HEAD_DIM // tile) for n, count in full],
+            sm_count,
+            scheduled,
+        )
         for tile, us in costs.chunk.items()
     )
     v_tile: Literal[64, 128] = 64 if half < whole else 128
-    pairs = f"{len(chunks)} sequences or segments x {hv} v-heads on {sm_count} SMs"
+    pairs = f"{_size(pack)} sequences or segments x {hv} v-heads on {sm_count} SMs"
     reason = f"{pairs}: an estimated {whole:.0f} us with V whole and {half:.0f} us in halves, so v_tile={v_tile}"
     return v_tile, min(whole, half), reason
 
 
 def _choose_split(
-    chunks: list[int], row_chunks: int, hv: int, sm_count: int, unsplit_us: float, costs: Costs
+    pack: Pack, row_chunks: int, hv: int, sm_count: int, unsplit_us: float, costs: Costs
 ) -> tuple[int, str]:
     """Chunks per segment, 0 for whole sequences, and why.
 
     The gate decides on the device what the summary kernel costs. A split must not lose where no head forgets; the best
     of those that do not is the one for heads of which most forget, where it must pay.
     """
-    longest = max(chunks)
+    longest, sequences = max(n for n, _ in pack), _size(pack)
+    row_chunks = max(row_chunks, sum(n * count for n, count in pack))
     promised = {}
     for count in SEGMENTS:
         size = -(-longest // count)
         if size < SHORTEST_SEGMENT:
             break
-        segments = _segments(chunks, size)
-        if max(sum(chunks), row_chunks) // size + len(chunks) > MOST_SEQUENCES:  # the rows that kernels count
+        if row_chunks // size + sequences > MOST_SEQUENCES:  # the rows that kernels count
             continue
+        segments = _segments(pack, size)
         _, forward_us, _ = _choose_v_tile(segments, hv, sm_count, costs)
+        rest_us = forward_us + costs.scan_segment * (count - 1) + costs.split
+        if rest_us >= unsplit_us:
+            continue
         # The last segment of a sequence needs no summary, and the first one half of one.
-        summaries, firsts = len(segments) - len(chunks), sum(n > size for n in chunks)
+        summaries, firsts = _size(segments) - sequences, sum(alike for n, alike in pack if n > size)
         whole_us, late_us = (n * costs.summary_chunk + costs.summary_cta for n in (size, min(size, FORGETTING_CHUNKS)))
         worst_us, typical_us = (
             _critical_us(
@@ -171,7 +220,6 @@ def _choose_split(
             )
             for lasting in (hv, -(-hv // LASTING_HEADS))
         )
-        rest_us = forward_us + costs.scan_segment * (count - 1) + costs.split
         if rest_us + worst_us < unsplit_us and rest_us + typical_us < SPLIT_GAIN * unsplit_us:
             promised[size] = rest_us + typical_us
     if not promised:
@@ -181,15 +229,16 @@ def _choose_split(
     return best, f"segments of {best} chunks: {us}"
 
 
-def _segments(chunks: list[int], size: int) -> list[int]:
-    """Chunks of the segments of all sequences; an empty sequence has one, too."""
-    return [part for n in chunks for part in ([size] * (n // size) + ([n % size] if n % size or not n else []))]
+def _segments(pack: Pack, size: int) -> Pack:
+    """The segments of all sequences; an empty sequence has one, too."""
+    parts = [((size, n // size * count), (n % size, count if n % size or not n else 0)) for n, count in pack]
+    return [(n, count) for pair in parts for n, count in pair if count]
 
 
-def _critical_us(runs: list[tuple[float, int]], sm_count: int) -> float:
+def _critical_us(runs: Sequence[tuple[float, int]], sm_count: int, scheduled: bool = True) -> float:
     """When the last SM is done. runs: the microseconds that a CTA takes and how many there are, in the order in which
-    they start, each on the SM that is free first."""
-    if len(runs) > SCHEDULED_RUNS:
+    they start, each on the SM that is free first; unless `scheduled`, evenly spread."""
+    if not scheduled:
         return max(max(us for us, _ in runs), sum(us * count for us, count in runs) / sm_count)
     loads = [(0.0, sm_count)]  # a heap of (microseconds so far, SMs with that load): those alike move as one
     for us, count in runs:

@@ -175,6 +175,40 @@ def test_offsets_change_between_calls():
         check(arguments | {"cu_seqlens": cu_seqlens if n % 2 else offsets.cuda()})
 
 
+@pytest.mark.parametrize(
+    "how", ["data is another tensor", "a write through data", "a graph is replayed", "another stream"]
+)
+def test_offsets_that_change_unseen_give_right_results(how):
+    """PyTorch counts no write, or the host read before it: lengths that are old choose tiles, and nothing else."""
+    arguments = make([1000, 8, 8, 8], hk=1, hv=2, gate="typical")
+    cu_seqlens = arguments["cu_seqlens"]
+    for _ in range(4):  # the third is launched from a recording
+        check(arguments)
+    source = torch.empty_like(cu_seqlens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cu_seqlens.copy_(source)
+    check(arguments)  # the capture has counted a write that was none
+    for lengths in ([8, 1000, 8, 8], [0, 0, 0, 1024], [256] * 4, [1000, 8, 8, 0]):
+        offsets = cumulative(lengths).cuda()
+        if how == "data is another tensor":
+            cu_seqlens.data = offsets
+        elif how == "a write through data":
+            cu_seqlens.data.copy_(offsets)
+        elif how == "a graph is replayed":
+            source.copy_(offsets)
+            graph.replay()
+        else:
+            writer = torch.cuda.Stream()
+            writer.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(writer):
+                torch.cuda._sleep(10_000_000)
+                cu_seqlens.copy_(offsets)
+            torch.cuda.current_stream().wait_stream(writer)
+        for _ in range(3):
+            check(arguments)
+
+
 @pytest.mark.parametrize("hint", [True, False])
 def test_graph_replays_with_other_data_and_offsets(hint):
     """A captured call takes values and offsets from memory at each replay; a hint at capture does not bind it."""

@@ -211,6 +211,56 @@ def test_a_killed_run_is_resumed(started: subprocess.Popen[str], tmp_path: Path)
     assert [record.status for record in resumed.records] == ["ok", "missing"] * len(suite("smoke"))
 
 
+def test_a_bench_that_is_killed_again_and_again_loses_no_row(tmp_path: Path) -> None:
+    """As on a GPU that is lent for a few minutes at a time: one command, with what there is so far."""
+    bench = (
+        "bench",
+        "fwd",
+        "--suite",
+        "cpu",
+        "--lens",
+        "1x512",
+        "--device",
+        "cpu",
+        "--budget",
+        "0.1",
+        "--json",
+        "run.json",
+    )
+    bench += ("--backend", "slow", "--backend", "missing")
+    part = tmp_path / "run.json.jsonl"
+    kept: list[Record] = []
+    for turn in range(2):
+        resumed = ("--resume", "run.json") if turn else ()
+        with subprocess.Popen(
+            command(*bench, *resumed),
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as process:
+            deadline = time.monotonic() + 60
+            while not (part.exists() and part.read_text().count("\n") > 1 + len(kept)):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.kill()
+        assert_nothing_is_left(process.pid)
+        found = read(part).records
+        assert [record.timing for record in found[: len(kept)]] == [record.timing for record in kept]
+        assert len(found) > len(kept)
+        kept = found
+    assert not (tmp_path / "run.json").exists()
+
+    done = run(*bench, "--resume", "run.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    whole = read(tmp_path / "run.json")
+    assert [record.status for record in whole.records] == ["ok", "missing"] * 4
+    assert [record.timing for record in whole.records[: len(kept)]] == [record.timing for record in kept]
+    assert len(whole.sessions) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 def test_ctrl_c_leaves_no_process_and_names_the_command_that_goes_on(
     started: subprocess.Popen[str], tmp_path: Path
 ) -> None:

@@ -2,13 +2,16 @@
 
 import copy
 import pickle
+import re
+import time
+from itertools import pairwise
 
 import pytest
 import torch
 
 from flashqla.errors import ArgumentError
-from flashqla.ops import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, explain
-from flashqla.ops.checks import _Lengths
+from flashqla.ops import checks, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, explain
+from flashqla.ops.checks import _Lengths, _state
 
 B, T, HK, HV, D = 1, 65, 2, 4, 128
 
@@ -144,16 +147,77 @@ def test_accepted_offsets(values, dtype):
     assert torch.equal(final_state, state)  # q and k are 0
 
 
+@pytest.mark.parametrize("sequences", [3, 500])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_of_short_and_of_long_packs(sequences, dtype):
+    """Python's numbers judge the former and NumPy's the latter, which must not differ, nor overflow."""
+    rising = [0, *range(0, 5 * (sequences - 1), 5), 10_000]
+    largest = torch.iinfo(dtype).max
+    differences = tuple(end - begin for begin, end in pairwise(rising))
+    hint = torch.tensor(rising, dtype=torch.int64)
+    for strided in (False, True):
+        given = torch.tensor(rising, dtype=dtype)
+        given = given.repeat_interleave(2)[::2] if strided else given
+        assert checks.lengths(given, None, 10_000, "cached") == differences
+        assert checks.lengths(given, hint, 10_000, "cached") == differences
+        assert all(type(length) is int for length in differences)
+    for at, value, says in (
+        (0, 1, "must start at 0"),
+        (2, -1, r"must not decrease"),
+        (2, largest, rf"cu_seqlens\[2\] = {largest}, cu_seqlens\[3\] ="),
+        (-1, 10_001, "ends at 10001, past the 10000 tokens"),
+        (-1, -2, "must not decrease"),
+    ):
+        wrong = torch.tensor(rising, dtype=dtype)
+        wrong[at] = value
+        with pytest.raises(ArgumentError) as refused:
+            checks.lengths(wrong, None, 10_000, "cached")
+        assert re.search(says, str(refused.value)), (at, value)
+    hint[-2] = 7
+    with pytest.raises(ArgumentError, match=f"offset {sequences - 1} is 7 there, and {rising[-2]} in cu_seqlens"):
+        checks.lengths(torch.tensor(rising, dtype=dtype), hint, 10_000, "cached")
+    wrong = torch.tensor(rising, dtype=dtype)
+    wrong[1], wrong[2:] = largest, -2  # in the numbers of the tensor the difference would be positive
+    with pytest.raises(ArgumentError, match="must not decrease"):
+        checks.lengths(wrong, None, 10_000, "cached")
+
+
+def test_lengths_of_the_longest_packs_are_read_in_milliseconds():
+    cu_seqlens = torch.arange(100_001, dtype=torch.int32)
+    taken = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        checks.lengths(cu_seqlens, cu_seqlens.clone(), 100_000, "cached")
+        taken.append(time.perf_counter() - begin)
+    assert min(taken) < 0.05  # about 2 ms
+
+
 def test_lengths_are_known_for_one_tensor_at_one_version():
     """Nothing that can hold other values may keep the lengths of the tensor that they were read from."""
     cu_seqlens = offsets(0, 5, 9)
-    cu_seqlens._flashqla_lengths = known = _Lengths(cu_seqlens, cu_seqlens._version, (5, 4))
+    cu_seqlens._flashqla_lengths = known = _Lengths(cu_seqlens, _state(cu_seqlens), (5, 4))
     assert known.of(cu_seqlens) == (5, 4)
-
     for other in (copy.copy(cu_seqlens), copy.deepcopy(cu_seqlens), pickle.loads(pickle.dumps(cu_seqlens))):
         kept = getattr(other, "_flashqla_lengths", None)
         assert kept is None or kept.of(other) is None
     assert known.of(cu_seqlens[:]) is None
 
-    cu_seqlens[1] = 6
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x: x.__setitem__(1, 6), id="a write"),
+        pytest.param(lambda x: x[1:].fill_(9), id="a write to a view"),
+        pytest.param(lambda x: x.detach().fill_(0), id="a write to what is detached"),
+        pytest.param(lambda x: x.copy_(offsets(0, 1, 9)), id="a copy"),
+        pytest.param(lambda x: torch.cumsum(offsets(0, 1, 8), 0, out=x), id="a result"),
+        pytest.param(lambda x: x.set_(offsets(0, 1, 9)), id="other memory"),
+        pytest.param(lambda x: setattr(x, "data", offsets(0, 1, 9)), id="other data, which PyTorch counts as no write"),
+    ],
+)
+def test_lengths_are_forgotten_with_the_values_they_are_of(change):
+    cu_seqlens = offsets(0, 5, 9)
+    known = _Lengths(cu_seqlens, _state(cu_seqlens), (5, 4))
+    assert known.of(cu_seqlens) == (5, 4)
+    change(cu_seqlens)
     assert known.of(cu_seqlens) is None

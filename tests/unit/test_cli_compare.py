@@ -218,6 +218,37 @@ def test_runs_that_some_rows_can_be_judged_by_pass_and_say_so(old: str, save: Sa
     assert [ElementTree.fromstring(junit).get(name) for name in ("failures", "skipped")] == ["0", "1"]
 
 
+def test_runs_of_which_most_rows_cannot_be_judged_are_4(save: Save, row: Make, short: Make, make_run: object) -> None:
+    third = replace(A, lengths=(4096,))
+    old = save("old", row(A, 1.0), row(B, 1.0), row(third, 1.0))
+    new = save("new", row(A, 1.0), short(B, 1.0), short(third, 1.0))
+    result = invoke("compare", old, new)
+    assert result.exit_code == 4
+    assert "error: less than half of the rows could be judged\n" in result.stderr
+    assert "flashqla calibrate" in result.stderr
+    # One that is surely slower fails the gate, however many others cannot be judged.
+    assert invoke("compare", old, save("slow", row(A, 1.1), short(B, 1.0), short(third, 1.0))).exit_code == 1
+    # Fewer cases are a choice, unless they were cut off.
+    assert invoke("compare", old, save("part", row(A, 1.0))).exit_code == 0
+    assert invoke("compare", old, save("cut", row(A, 1.0), interrupted=True)).exit_code == 4
+
+
+def test_slower_calls_are_1(save: Save, timed: Make) -> None:
+    def run(name: str, call_ms: float) -> str:
+        record = timed(A, "flashqla", 1.0, iqr=0.0)
+        timing = record.timing.model_copy(update={"call_ms": call_ms})
+        return save(name, record.model_copy(update={"timing": timing}))
+
+    old, new = run("old", 1.2), run("new", 2.5)
+    result = invoke("compare", old, new)
+    assert result.exit_code == 1
+    assert result.stdout.endswith("\nflashqla: 1 same\nflashqla, calls: 1 slower\n")
+    assert invoke("compare", old, run("near", 2.3)).exit_code == 0
+    assert invoke("compare", old, new, "--fail-calls", "30%").exit_code == 0
+    assert invoke("compare", old, new, "--fail", "90%").exit_code == 1
+    assert invoke("compare", old, new, "--fail-calls", "5").exit_code == 2
+
+
 # Files and formats
 
 

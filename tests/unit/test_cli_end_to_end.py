@@ -58,7 +58,7 @@ def test_verify_proves_gradients_of_the_smoke_suite(tmp_path: Path) -> None:
 
 
 def test_bench_times_gradients_and_compares_them(tmp_path: Path) -> None:
-    arguments = ["--suite", "cpu_bwd", "--heads", "2,4", "--lens", "1x128", "--repeats", "5"]
+    arguments = ["--suite", "cpu_bwd", "--heads", "2,4", "--lens", "1x128", "--repeats", "5", "--budget", "60"]
     for direction in ("bwd", "fwd+bwd"):
         done = flashqla("bench", direction, *arguments, "--json", f"{direction}.json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr

@@ -11,6 +11,8 @@ import pytest
 
 from flashqla.cases import Case, suite
 from flashqla.compare import (
+    ALL_CALLS,
+    CALL_MS,
     Thresholds,
     Verdict,
     calibrate,
@@ -20,6 +22,7 @@ from flashqla.compare import (
     read_thresholds,
     threshold,
     to_toml,
+    unjudged,
 )
 from flashqla.errors import ArgumentError, NothingToDo, UnsupportedError
 from flashqla.records import Record, Run, TensorErrors, Timing
@@ -42,7 +45,7 @@ def row(timed: Make) -> Make:
 
     def make(case: Case, samples: Sequence[float], backend: str = "flashqla", **changed: Any) -> Record:
         timing: dict[str, Any] = {"l2": "cold", "clock": "graph", "repeats": len(samples)}
-        timing |= {name: changed.pop(name) for name in ("l2", "clock") if name in changed}
+        timing |= {name: changed.pop(name) for name in ("l2", "clock", "call_ms", "gpu_ms_iqr") if name in changed}
         record = timed(case, backend, statistics.median(samples), **changed)
         return record.model_copy(
             update={"timing": Timing(gpu_ms=statistics.median(samples), samples=list(samples), **timing)}
@@ -191,6 +194,135 @@ def test_peers_are_shown_and_do_not_count(make_run: Callable[..., Run], row: Mak
     assert (alone.backend, alone.word, alone.counts) == ("fla", "slower", True)
 
 
+# Calls
+
+
+@pytest.fixture
+def called(make_run: Callable[..., Run], row: Make) -> Callable[..., Run]:
+    """A run of 40 cases whose calls take 0.2 ms more than the device, `times` that, scattered by 12%."""
+
+    def make(name: str, times: float = 1.0, **changed: Any) -> Run:
+        rng = random.Random(f"{name} calls")
+        drift = rng.gauss(1, 0.03)  # hosts have better and worse days
+        rows = []
+        for at, case in enumerate(CASES):
+            ms = 0.1 * (1 + at % 7)
+            call_ms = (ms + 0.2) * times * drift * rng.lognormvariate(0, 0.12)
+            steady: dict[str, Any] = {"call_ms": call_ms, "gpu_ms_iqr": 0.01 * ms}
+            rows.append(row(case, [ms] * 6, **{**steady, **changed}))
+        return make_run(*rows)
+
+    return make
+
+
+def calls(old: Run, new: Run, **options: Any) -> dict[str, Verdict]:
+    return {verdict.case_id: verdict for verdict in compare(old, new, **options) if verdict.quantity == CALL_MS}
+
+
+def test_calls_that_scatter_as_hosts_do_are_no_regression(called: Callable[..., Run]) -> None:
+    for turn in range(20):
+        found = calls(called(f"{turn} old"), called(f"{turn} new"))
+        assert len(found) == len(CASES) + 1
+        assert {verdict.word for verdict in found.values()} == {"same"}
+
+
+def test_a_host_that_got_slower_is_found_in_all_calls_together(called: Callable[..., Run]) -> None:
+    found = calls(called("old"), called("new", 1.45))
+    together = found[ALL_CALLS]
+    assert (together.word, together.threshold, together.counts) == ("slower", 0.25, True)
+    assert together.interval
+    assert 1.25 < together.interval[0] <= together.ratio == pytest.approx(1.45, abs=0.15)
+    assert calls(called("old"), called("new", 0.65))[ALL_CALLS].word == "faster"
+    assert calls(called("old"), called("new", 1.45), thresholds=Thresholds(calls=0.6))[ALL_CALLS].word == "same"
+    assert {verdict.word for verdict in compare(called("old"), called("new", 1.45)) if verdict.quantity == "ms"} == {
+        "same"
+    }
+
+
+def test_a_single_call_must_take_twice_as_long(make_run: Callable[..., Run], row: Make) -> None:
+    def run(call_ms: float) -> Run:
+        return make_run(row(A, [1.0] * 6, call_ms=call_ms, gpu_ms_iqr=0.0))
+
+    words = [calls(run(2.0), run(2.0 * ratio))[A.id].word for ratio in (1.99, 2.01, 1 / 1.99, 1 / 2.01)]
+    assert words == ["same", "slower", "same", "faster"]
+    assert ALL_CALLS not in calls(run(2.0), run(9.0))  # four rows and fewer do not show how they scatter
+
+
+def test_calls_come_behind_rows(called: Callable[..., Run]) -> None:
+    verdicts = compare(called("old"), called("new", 3.0))
+    assert [verdict.quantity for verdict in verdicts] == ["ms"] * len(CASES) + [CALL_MS] * (len(CASES) + 1)
+    assert verdicts[len(CASES)].case_id == ALL_CALLS
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({"call_ms": None}, id="none was timed"),
+        pytest.param({"clock": "wall"}, id="on a CPU it is the time of the op"),
+        pytest.param({"gpu_ms_iqr": 0.2}, id="a noisy device"),
+        pytest.param({"gpu_ms_iqr": None}, id="too few samples to tell"),
+        pytest.param({"throttle": ("power cap",)}, id="throttled"),
+        pytest.param({"passed": False}, id="a wrong result"),
+        pytest.param({"l2": "warm"}, id="another L2 mode"),
+    ],
+)
+def test_calls_that_are_not_judged(make_run: Callable[..., Run], row: Make, changed: dict[str, Any]) -> None:
+    steady: dict[str, Any] = {"call_ms": 2.0, "gpu_ms_iqr": 0.0}
+    old = make_run(row(A, [1.0] * 6, **steady))
+    new = make_run(row(A, [1.0] * 6, **{**steady, "call_ms": 9.0, **changed}))
+    new = new.model_copy(update={"environment": replace(new.environment, gpu="a CPU")}) if "clock" in changed else new
+    for pair in ((old, new), (new, old)):
+        assert not calls(*pair, allow=["l2", "clock", "hardware"])
+
+
+def test_calls_from_another_cpu_are_not_judged(called: Callable[..., Run]) -> None:
+    old, new = called("old"), called("new", 3.0)
+    other = new.model_copy(update={"environment": replace(new.environment, cpu="another")})
+    assert calls(old, new)
+    assert not calls(old, other)
+    assert {verdict.word for verdict in compare(old, other)} == {"same"}
+
+
+# How many rows were judged
+
+
+@pytest.mark.parametrize(
+    ("good", "vague", "enough", "line"),
+    [
+        (4, 0, True, ""),
+        (2, 2, True, "2 of 4 rows could be judged: 2 unclear, 2 of them with too few samples; measure longer"),
+        (1, 2, False, "1 of 3 rows could be judged: 2 unclear"),
+        (0, 1, False, "0 of 1 rows could be judged: 1 unclear"),
+        (0, 0, True, ""),
+    ],
+)
+def test_half_of_the_rows_must_be_judged(
+    make_run: Callable[..., Run], row: Make, good: int, vague: int, enough: bool, line: str
+) -> None:
+    old = make_run(*(row(case, [1.0] * 6) for case in CASES[: good + vague]))
+    new = make_run(*(row(case, [1.0] * (6 if at < good else 4)) for at, case in enumerate(CASES[: good + vague])))
+    found = unjudged(compare(old, new))
+    assert found[0] == enough
+    assert found[1].startswith(line)
+    assert bool(found[1]) == bool(line)
+
+
+def test_rows_that_should_be_there_are_not_judged_and_a_choice_of_fewer_is_none(
+    sweep: Callable[..., Run], absent: Make
+) -> None:
+    old, new = sweep("old"), sweep("new")
+    part = new.model_copy(update={"records": new.records[:3]})
+    assert unjudged(compare(old, part))[0]  # bench fwd --heads 2,8 against a baseline of all
+    cut = part.model_copy(update={"interrupted": True})
+    lost = sum(verdict.why == "not reached: the run was interrupted" for verdict in compare(old, cut))
+    assert lost == len(CASES) - 3
+    enough, line = unjudged(compare(old, cut))
+    assert (enough, f"{lost} missing" in line) == (False, True)
+    gone = part.model_copy(update={"records": [*part.records, *(absent(case, "flashqla") for case in CASES[3:])]})
+    assert not unjudged(compare(old, gone))[0]
+    assert unjudged(compare(cut, old)) == (True, "")  # new rows are no loss
+
+
 # Verify runs
 
 
@@ -317,14 +449,18 @@ def test_the_thresholds_file_decides_per_case(sweep: Callable[..., Run], tmp_pat
     path = tmp_path / "thresholds.toml"
     path.write_text(f'default = "4%"\n[cases]\n"*" = "6%"\n"{A.id}" = 0.2\n')
     limits = read_thresholds(path)
-    assert limits == Thresholds(0.04, {"*": 0.06, A.id: 0.2})
+    assert limits == Thresholds(0.04, {"*": 0.06, A.id: 0.2}, calls=0.25)
+    path.write_text(f'calls = "40%"\n{path.read_text()}')
+    assert read_thresholds(path) == replace(limits, calls=0.4)
     assert (limits.of(A.id), limits.of(B.id), Thresholds(0.04).of(B.id)) == (0.2, 0.06, 0.04)
     found = compare(sweep("old"), sweep("new", {A.id: 1.1, B.id: 1.1}), limits)
     assert (words(found)[A.id], words(found)[B.id]) == ("same", "slower")
     assert {verdict.case_id: verdict.threshold for verdict in found}[A.id] == 0.2
 
 
-@pytest.mark.parametrize("content", ["defualt = 1", "cases = 3", 'default = "5"', "[", '[cases]\n"*" = "x"', None])
+@pytest.mark.parametrize(
+    "content", ["defualt = 1", "cases = 3", "calls = 5", 'default = "5"', "[", '[cases]\n"*" = "x"', None]
+)
 def test_a_broken_thresholds_file_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "thresholds.toml"
     if content is not None:
@@ -354,6 +490,18 @@ def test_calibration_in_numbers(make_run: Callable[..., Run], row: Make) -> None
     limits = calibrate([run(*steady, 1.0), run(*steady, 1.1), run(*steady, 1.3)])
     assert limits == Thresholds(0.01, {CASES[9].id: 0.45})  # 1.5 times 30 percent; at least 1 percent
     assert to_toml(limits) == f'default = "1%"\n\n[cases]\n"{CASES[9].id}" = "45%"\n'
+
+
+def test_calibration_sees_how_calls_scatter(called: Callable[..., Run], tmp_path: Path) -> None:
+    runs = [called(f"run {turn}") for turn in range(4)]
+    limits = calibrate(runs)
+    assert 0.1 < limits.calls < 0.5
+    path = tmp_path / "thresholds.toml"
+    path.write_text(to_toml(limits))
+    assert read_thresholds(path) == limits
+    for old in runs:
+        for new in runs:
+            assert {verdict.word for verdict in calls(old, new, thresholds=limits).values()} == {"same"}
 
 
 def test_calibration_takes_bench_runs_of_one_build(make_run: Callable[..., Run], row: Make) -> None:

@@ -1,7 +1,9 @@
 """What runs, with which tiles, and that the plan says why. No torch, no GPU."""
 
+import random
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -72,15 +74,15 @@ def test_a_split_promises_a_gain_even_if_no_head_forgets():
             if not split.segment_chunks:
                 assert split.v_tile == whole.v_tile
                 continue
-            chunks = [-(-tokens // plan.CHUNK)]
-            segments = plan._segments(chunks, split.segment_chunks)
-            assert sum(segments) == chunks[0]
-            assert max(segments) == split.segment_chunks
-            _, whole_us, _ = plan._choose_v_tile(chunks, hv, 132, plan.COSTS["forward"])
+            pack = [(-(-tokens // plan.CHUNK), 1)]
+            segments = plan._segments(pack, split.segment_chunks)
+            assert sum(n * count for n, count in segments) == pack[0][0]
+            assert max(n for n, _ in segments) == split.segment_chunks
+            _, whole_us, _ = plan._choose_v_tile(pack, hv, 132, plan.COSTS["forward"])
             _, forward_us, _ = plan._choose_v_tile(segments, hv, 132, plan.COSTS["forward"])
             costs = plan.COSTS["forward"]
             us = split.segment_chunks * costs.summary_chunk + costs.summary_cta
-            summary = plan._critical_us([(us, hv * (2 * (len(segments) - 1) - 1))], 132)
+            summary = plan._critical_us([(us, hv * (2 * (plan._size(segments) - 1) - 1))], 132)
             assert forward_us + summary + costs.split < whole_us
 
 
@@ -89,9 +91,50 @@ def test_a_row_too_long_for_a_grid_of_segments_is_not_split():
     assert not plan.make(hv=8, seqlens=(2048,), tokens=2**26).segment_chunks
 
 
-@pytest.mark.parametrize(("chunks", "size", "segments"), [([5, 0, 4], 2, [2, 2, 1, 0, 2, 2]), ([3], 8, [3])])
-def test_segments(chunks, size, segments):
-    assert plan._segments(chunks, size) == segments
+@pytest.mark.parametrize(
+    ("pack", "size", "segments"),
+    [
+        ([(5, 1), (0, 1), (4, 1)], 2, [(2, 2), (1, 1), (0, 1), (2, 2)]),
+        ([(3, 1)], 8, [(3, 1)]),
+        ([(5, 100), (0, 7)], 2, [(2, 200), (1, 100), (0, 7)]),
+    ],
+)
+def test_segments(pack, size, segments):
+    assert plan._segments(pack, size) == segments
+
+
+def test_few_sequences_stay_in_order_and_many_are_counted():
+    assert plan._pack((65, 0, 1, 65)) == [(2, 1), (1, 1), (2, 1), (0, 1)]
+    assert plan._pack((0,) * 1000 + (64,) * 64) == [(1, 1)] * 64 + [(0, 1000)]
+    assert sorted(plan._pack((64, 100, 1, 0, 65) * 20)) == [(0, 20), (1, 40), (2, 40)]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("longest", [300, 65536])
+def test_packs_of_many_sequences_are_planned_in_milliseconds(longest, direction):
+    """Where every segment was counted by itself it took up to 430 ms, and the kernels some 10."""
+    rng = random.Random(longest)
+    seqlens = (*(rng.randrange(300) for _ in range(plan.MOST_SEQUENCES - 1)), longest)
+    taken = []
+    for turn in range(5):
+        begin = time.perf_counter()
+        chosen = plan.make(hv=8, seqlens=seqlens, tokens=sum(seqlens) + turn, direction=direction)
+        taken.append(time.perf_counter() - begin)
+        assert chosen.implementation == "tilelang"
+    assert min(taken) < 0.05  # about 2 ms
+
+
+def test_plans_of_many_long_packs_are_not_kept(monkeypatch):
+    """Each holds its lengths, which are megabytes."""
+    planned = []
+    pack = plan._pack
+    monkeypatch.setattr(plan, "_pack", lambda seqlens: planned.append(len(seqlens)) or pack(seqlens))
+    for sequences in (plan.LONG_PACK, plan.LONG_PACK + 1):
+        for _ in range(2):
+            for length in range(1000, 1020):
+                plan.make(hv=8, seqlens=(length,) * sequences)
+                plan.make(hv=8, seqlens=(length,) * sequences)
+    assert planned == [plan.LONG_PACK] * 20 + [plan.LONG_PACK + 1] * 40
 
 
 def test_unknown_lengths_are_taken_as_equal():
@@ -115,13 +158,22 @@ def test_nothing_to_do_has_a_plan(direction, seqlens):
         pytest.param([(5, 9)], 4, 15, id="a third wave for one CTA"),
         pytest.param([(8, 2), (1, 6)], 3, 8, id="short ones share the SM that the long ones leave"),
         pytest.param([(1, 6), (8, 2)], 3, 10, id="short ones go first where they stand first"),
-        pytest.param([(3, 2)] * 100, 10, 60, id="many alike"),
-        pytest.param([(900, 1), *[(1, 1)] * 99], 10, 900, id="many, a long one among them"),
-        pytest.param([(us, 1) for us in range(1, 101)], 10, 505, id="many lengths load the SMs evenly"),
     ],
 )
 def test_critical_path(ctas, sms, critical):
     assert plan._critical_us(ctas, sms) == critical
+
+
+@pytest.mark.parametrize(
+    ("ctas", "sms", "critical"),
+    [
+        pytest.param([(3, 200)], 10, 60, id="many alike"),
+        pytest.param([(900, 1), (1, 99)], 10, 900, id="many, a long one among them"),
+        pytest.param([(us, 1) for us in range(1, 101)], 10, 505, id="many lengths load the SMs evenly"),
+    ],
+)
+def test_critical_path_of_many(ctas, sms, critical):
+    assert plan._critical_us(ctas, sms, scheduled=False) == critical
 
 
 def test_plan_needs_no_torch():

@@ -15,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from flashqla.cases import Case
+from flashqla.compare import compare
 from flashqla.errors import RecordError
 from flashqla.records import (
     Record,
@@ -31,7 +32,10 @@ from flashqla.records import (
     went_wrong,
     whole,
 )
+from flashqla.tables import page
+from flashqla.tables import text as table_text
 
+DATA = Path(__file__).parents[1] / "data"
 CASE = Case(2, 8, (28672, 4096), model="397B/122B TP8")
 
 
@@ -371,6 +375,26 @@ def test_fields_of_a_newer_writer_are_ignored(
     assert read(path) == run
 
 
+@pytest.mark.parametrize("name", ["first_bench", "first_verify"])
+def test_files_of_the_first_flashqla_are_read_for_ever(name: str, tmp_path: Path) -> None:
+    """Written by commit 435853b, the first that kept runs. What it did not know is null, or empty, and no reading."""
+    path = DATA / f"{name}.json"
+    written = json.loads(path.read_text())
+    run = read(path)
+    assert [record.status for record in run.records] == ["ok"] * len(written["records"])
+    for record, before in zip(run.records, written["records"], strict=True):
+        now = record.model_dump(mode="json")
+        assert {key: now[key] for key in before if key != "case"} == {k: v for k, v in before.items() if k != "case"}
+        later = {key: value for key, value in now.items() if key not in before}
+        assert {"peak_bytes", "runs", "session"} <= set(later)
+        assert not any(later.values())
+    assert table_text(page(run)).startswith("flashqla ")
+    assert not {verdict.word for verdict in compare(run, run)} - {"same", "unclear"}
+    again = tmp_path / "again.json"
+    again.write_text(to_json(run))
+    assert read(again) == run
+
+
 def test_schema_names_every_field_of_a_record() -> None:
     definitions = json_schema()["$defs"]
     assert set(definitions["Record"]["properties"]) == set(Record.model_fields)
@@ -457,6 +481,43 @@ def test_rows_of_every_killed_session_are_taken_over(
     done = writer.finish(order=wanted)
     assert [record.model_copy(update={"session": None}) for record in done.records] == rows
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_run_of_which_every_session_was_killed_is_named_by_its_file(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record]
+) -> None:
+    """There is no run.json yet, and the command that goes on is the same each time."""
+    path = tmp_path / "run.json"
+    names = ("flashqla", "fla", "flashinfer")
+    days = [make_run(started=datetime(2026, 3, day, tzinfo=UTC)) for day in range(1, 4)]
+    killed(path, days[0], timed(CASE, names[0], 0.5))
+    for day in (1, 2):
+        begun, _ = gather(path)
+        assert [record.backend for record in begun.records] == list(names[:day])
+        begun = resume(begun, days[day], [(CASE.id, name) for name in names])
+        killed(path, begun, timed(CASE, names[day], 0.5))
+    assert not path.exists()
+    assert [record.backend for record in gather(path)[0].records] == list(names)
+    with pytest.raises(RecordError, match="cannot be read"):
+        gather(tmp_path / "another.json")
+    with pytest.raises(RecordError, match="cannot be read"):
+        gather(tmp_path / "no folder" / "run.json")
+
+
+def test_rows_are_on_the_disk_before_the_next_is_measured(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is lent for a while may be taken away, and a file that was only handed to the system with it."""
+    path = tmp_path / "run.json"
+    synced: list[bytes] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").read_bytes()))
+    writer = Writer(path, make_run())
+    for number, name in enumerate(("flashqla", "fla"), start=1):
+        writer.append(timed(CASE, name, 0.5))
+        assert synced[-1] == path.with_name("run.json.jsonl").read_bytes()
+        assert synced[-1].count(b"\n") == 1 + number
+    writer.finish()
+    assert synced[-1] == path.read_bytes()  # before the part file goes
 
 
 def test_rows_of_another_run_are_left_alone_and_kept(

@@ -429,6 +429,23 @@ def test_command_writes_page_and_plots_and_names_them(bench: Run, verify: Run, t
             assert f"prefers-color-scheme:dark){{svg{{{plots.variables(plots.DARK)}" in style
 
 
+def test_figures_are_small_and_lose_nothing(bench: Run) -> None:
+    """A style stands once, and is there for everything that had it."""
+    svg = plots.inline(bench)["latency"]
+    rules = dict(re.findall(r"\n\.(s[0-9a-f]{8})\{([^}]*)\}", svg))
+    used = re.findall(r' class="([^"]*)"', svg)
+    assert set(used) == set(rules)
+    assert len(set(rules.values())) == len(rules) < len(used)
+    assert " style=" not in svg
+    assert not re.search(r"<g>\s*</g>|<g/>|rotate\(-0|<[^>]*\d\.\d{3}", svg)
+    assert {"var(--series0)", "var(--line)", "var(--fg)"} <= {
+        colour for style in rules.values() for colour in re.findall(r"var\(--\w+\)", style)
+    }
+    for number, (name, style) in enumerate(rules.items()):  # the same name only for the same style
+        assert plots.crc32(style.encode()) == int(name[1:], 16), number
+    assert ElementTree.fromstring(plots.pictures(bench)["latency"]).tag.endswith("svg")
+
+
 def test_without_out_the_page_is_on_stdout(bench: Run, tmp_path: Path) -> None:
     file = save(bench, tmp_path / "bench.json")
     assert invoke("report", file, "--format", "markdown").stdout == report.summary([bench])

@@ -9,7 +9,8 @@ import pytest
 from flashqla.records import Record, read, to_json
 from flashqla.tables import bench_text, verify_text
 
-RESULTS = sorted((Path(__file__).parents[2] / "results").glob("*.json"))
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "results").glob("*.json"))
 
 
 @pytest.mark.skipif(not RESULTS, reason="nothing is published yet")
@@ -19,6 +20,28 @@ def test_published_tables_are_what_their_json_renders() -> None:
         render = bench_text if run.kind == "bench-fwd" else verify_text
         assert path.with_suffix(".txt").read_text() == render(run), path.name
         assert path.read_text() == to_json(run), path.name
+
+
+@pytest.mark.skipif(not RESULTS, reason="nothing is published yet")
+def test_published_plots_and_page_are_what_their_json_renders() -> None:
+    """`make results` renders them. Other versions of matplotlib draw other bytes."""
+    matplotlib = pytest.importorskip("matplotlib")
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    if f"matplotlib=={matplotlib.__version__}" not in pins:
+        pytest.skip(f"matplotlib {matplotlib.__version__} is not the one of constraints.txt")
+    from flashqla import plots, report
+
+    published = sorted((ROOT / "results").glob("*.svg"))
+    shown = re.findall(r"!\[[^\]]+\]\((results/[^)]+\.svg)\)", (ROOT / "README.md").read_text())
+    assert published == sorted(ROOT / name for name in shown)
+    for path in published:
+        stem, _, plot = path.stem.rpartition(".")
+        assert path.read_text() == plots.pictures(read(path.with_name(f"{stem}.json")))[plot], path.name
+        assert path.stat().st_size < 150_000
+
+    table = ROOT / "results/benchmark_results_H200.json"
+    runs = [read(path) for path in (table, *(path for path in RESULTS if path != table))]
+    assert (ROOT / "results/report_H200.html").read_text() == report.html(runs)
 
 
 @pytest.mark.skipif(not RESULTS, reason="nothing is published yet")

@@ -143,7 +143,7 @@ def test_junit_is_read_by_a_parser(bench: Comparison) -> None:
 def test_messages_of_compilers_break_neither_xml_nor_annotations(bench: Comparison, absent: Make) -> None:
     old, new, _ = bench
     record = absent(A, "flashqla", "failed", reason='\x1b[31m<error> "100%"\x00\r\nat & line, 1\ud800')
-    new = new.model_copy(update={"records": [record]})
+    new = new.model_copy(update={"records": [record], "interrupted": False})
     rows = compare(old, new)
     (failure,) = ElementTree.fromstring(formats.junit(old, new, rows)).iter("failure")
     assert failure.text
@@ -161,6 +161,46 @@ def test_github_annotates_what_fails_and_what_was_not_compared(bench: Comparison
         "clocks were throttled",
         f"::warning title=fla missing::{B.id}: missing, missing: it is not installed",
     ]
+
+
+def test_calls_stand_apart(make_run: Callable[..., Run], timed: Make) -> None:
+    cases = [replace(A, lengths=(tokens,)) for tokens in (2048, 4096, 8192, 16384, 32768)]
+
+    def run(call: float) -> Run:
+        rows = [timed(case, "flashqla", 1.0, iqr=0.0) for case in cases]
+        return make_run(*(_called(row, call if row.tokens > 2048 else 3 * call) for row in rows))
+
+    old, new = run(2.0), run(2.0)
+    assert formats.text(old, new, compare(old, new)).endswith(
+        "\nThresholds: 5%.\nThose of calls: 25%, 100%. Calls are not judged where the device was unsteady.\n"
+        "Rows that stayed the same are not listed: 5 (--all lists them).\n"
+        "\nflashqla: 5 same\nflashqla, calls: 5 same; all together same, 1.000x (1.000-1.000)\n"
+    )
+    new = run(2.8)
+    found = compare(old, new)
+    text = formats.text(old, new, found)
+    assert text.endswith("\nflashqla: 5 same\nflashqla, calls: 5 same; all together slower, 1.400x (1.400-1.400)\n")
+    assert (
+        "\nCalls from Python, the host's work included\n"
+        "  case       backend   old call ms  new call ms   ratio     interval  verdict  note\n"
+        "  all calls  flashqla                            1.400x  1.400-1.400  slower   the median of 5 rows\n\n"
+    ) in text
+    assert "### Calls from Python" in formats.markdown(old, new, found)
+    assert json.loads(formats.json(old, new, found))["counts"] == {
+        "flashqla": {"same": 5},
+        "flashqla, calls": {"same": 5},
+    }
+    suite = ElementTree.fromstring(formats.junit(old, new, found))
+    (failed,) = (case.get("name") for case in suite for child in case if child.tag == "failure")
+    assert failed == "all calls fwd call"
+    assert [line for line in formats.github(old, new, found).splitlines() if line.startswith("::error")] == [
+        "::error title=flashqla slower::all calls: slower, call ms, 1.400x, interval 1.400-1.400, the median of 5 rows"
+    ]
+
+
+def _called(record: Record, call_ms: float) -> Record:
+    assert record.timing
+    return record.model_copy(update={"timing": record.timing.model_copy(update={"call_ms": call_ms})})
 
 
 @pytest.mark.parametrize("render", formats.FORMATS.values(), ids=formats.FORMATS)
