@@ -224,6 +224,9 @@ def test_graphs_are_captured_where_their_calls_were_prepared(monkeypatch: pytest
         now.pop()
 
     class Graph:
+        def __init__(self, keep_graph: bool) -> None:
+            assert keep_graph  # or nothing is left to dump
+
         def enable_debug_mode(self) -> None:
             pass
 
