@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from flashqla.device import HOPPER
 
 CHUNK, HEAD_DIM = 64, 128
+SPAN = 8  # chunks that a forward kernel inverts at once where it does so itself, a warp each
 KERNELS = {
     "forward": ("inverse", "forward"),
     "backward": ("inverse", "chain", "chain", "gradients"),

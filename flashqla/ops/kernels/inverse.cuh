@@ -61,16 +61,18 @@ template <typename Element> __device__ __forceinline__ float squares(uint4 raw) 
   for (int e = 0; e < 8; ++e) sum += float(values[e]) * float(values[e]);
   return sum;
 }
-// out[t] = 1 / |row t| from the sums of two threads a row. Rows past the sequence may hold anything: they count as 1.
+// Two threads of a warpgroup have a row.
+__device__ __forceinline__ int norm_row() { return (threadIdx.x & 127) >> 1; }
+// out[t] = 1 / |row t| from the sums of two threads. Rows past the sequence may hold anything: they count as 1.
 __device__ __forceinline__ void put_inverse_norm(float sum, float* out, int rows) {
-  const int row = threadIdx.x >> 1;
+  const int row = norm_row();
   sum += __shfl_xor_sync(~0u, sum, 1);
   if ((threadIdx.x & 1) == 0) out[row] = row < rows ? rsqrtf(sum + 1e-6f) : 1.f;
 }
 // Of the rows of a [64, 128] tile, which stands in shared memory as two swizzled tiles of 64 columns. Swizzling permutes within a row of a
 // tile, which a sum does not see.
 template <typename Element> __device__ __forceinline__ void inverse_norms_of_tile(const void* tile, float* out, int rows) {
-  const int row = threadIdx.x >> 1;
+  const int row = norm_row();
   const uint4* pieces = reinterpret_cast<const uint4*>(static_cast<const char*>(tile) + (threadIdx.x & 1) * 8192 + row * 128);
   float sum = 0.f;
 #pragma unroll
@@ -79,7 +81,7 @@ template <typename Element> __device__ __forceinline__ void inverse_norms_of_til
 }
 // Of 64 rows of 128 in global memory.
 template <typename Element> __device__ __forceinline__ void inverse_norms(const Element* at, long long stride, float* out, int rows) {
-  const int row = threadIdx.x >> 1;
+  const int row = norm_row();
   const uint4* pieces = reinterpret_cast<const uint4*>(at + row * stride + (threadIdx.x & 1) * 64);
   float sum = 0.f;
   if (row < rows) {

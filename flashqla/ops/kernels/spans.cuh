@@ -1,0 +1,23 @@
+// Where the warps of STATE work while they invert the chunks of a span; forward.py says when. Needs tiles.cuh and inverse.cuh.
+namespace flashqla {
+// Four warps share the three stages of q, four those of v. A place has a product, then vectors, then inverse norms of 64 keys and of 64 queries.
+constexpr int kPlace = 3 * 16384 / 4, kVectorsAt = 10 * 1024, kKeyNormsAt = kVectorsAt + 4 * kVectors, kQueryNormsAt = kKeyNormsAt + 256;
+static_assert(kQueryNormsAt + 256 <= kPlace);
+
+__device__ __forceinline__ float* in_place(void* q, void* v, int warp, int at) {
+  return reinterpret_cast<float*>(static_cast<char*>(warp < 4 ? q : v) + (warp & 3) * kPlace + at);
+}
+__device__ __forceinline__ float* product_of(void* q, void* v, int warp) { return in_place(q, v, warp, 0); }
+__device__ __forceinline__ float* vectors_of(void* q, void* v, int warp) { return in_place(q, v, warp, kVectorsAt); }
+__device__ __forceinline__ float* key_norms_of(void* q, void* v, int warp) { return in_place(q, v, warp, kKeyNormsAt); }
+__device__ __forceinline__ float* query_norms_of(void* q, void* v, int warp) { return in_place(q, v, warp, kQueryNormsAt); }
+
+// The tile of a warp of a warpgroup: of three from `first` on, or the one at `last`.
+__device__ __forceinline__ void* tile_of(void* first, void* last) {
+  const int warp = warp_of_group();
+  return warp < 3 ? static_cast<char*>(first) + warp * 8192 : static_cast<char*>(last);
+}
+
+// What this thread has written or read, in shared or in global memory, comes before what copy engines do there after the next barrier.
+__device__ __forceinline__ void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+}  // namespace flashqla
