@@ -48,10 +48,9 @@ def cuda(*names: str) -> str:
     return "".join(Path(__file__).with_name(f"{name}.cuh").read_text() for name in names)
 
 
-def tiles_of(A):
-    """The descriptor of 64x64 tiles of A, as `T.tma_copy` would make it: shape, strides in bytes, box, swizzle of 128 bytes."""
-    rows, hv, _ = A.shape
-    data_type = {"float16": 6, "bfloat16": 9}[str(A.dtype)]
-    return T.create_tma_descriptor(
-        data_type, 3, A.data, CHUNK, rows, hv, 2, T.cast(hv, "int64") * 2 * CHUNK, 2 * CHUNK, CHUNK, CHUNK, 1, 1, 1, 1, 0, 3, 2, 0
-    )
+def tiles_of(x):
+    """The descriptor of 64x64 tiles of x [rows, heads, columns], as `T.tma_copy` makes it: shape, strides in bytes, box, swizzle of 128 bytes."""
+    rows, heads, columns = x.shape
+    data_type = {"float16": 6, "bfloat16": 9}[str(x.dtype)]
+    row, head = (T.cast(stride, "int64") * 2 for stride in x.strides[:2]) if len(x.strides) else (T.cast(heads, "int64") * 2 * CHUNK, 2 * CHUNK)
+    return T.create_tma_descriptor(data_type, 3, x.data, columns, rows, heads, 2, row, head, TILE, CHUNK, 1, 1, 1, 1, 0, 3, 2, 0)

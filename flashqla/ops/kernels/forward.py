@@ -73,7 +73,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
     """The kernel for q, k and v in `dtype` and initial states in `state_dtype`; v_tile is 64 or 128.
 
     g_dtype: of gates, if this kernel is to invert as well. Then v_tile is 128, every value head has its own keys, sequences are whole, and A and
-    records have SPAN places for each CTA. beta_dtype, l2norm and of the arguments g, beta and has_gate are for that alone.
+    records have SPAN places for each CTA. beta_dtype, l2norm, and of the arguments g, beta and has_gate are for that alone.
     """
     inverts = g_dtype != ""
     groups = v_tile // TILE
@@ -451,14 +451,8 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
                 T.fence_proxy_async()
             T.barrier_arrive(x.keys_ready[s])
             if j < AHEAD:
-                T.call_extern("handle", f"flashqla::prefetch_rows<{element}>", T.address_of(x.q[row, x.k_head, 0]), q0, rows)
-                T.call_extern("handle", f"flashqla::prefetch_rows<{element}>", T.address_of(x.v[row, x.head, 0]), v0, rows)
-
-    @T.macro
-    def prefetch_keys(i, x):
-        T.call_extern(
-            "handle", f"flashqla::prefetch_rows<{element}>", T.address_of(x.k[x.bos + i * CHUNK, x.k_head, 0]), k0, x.length - i * CHUNK,
-        )
+                T.call_extern("handle", "flashqla::prefetch_tiles", tiles_of(x.q), row, x.k_head)
+                T.call_extern("handle", "flashqla::prefetch_tiles", tiles_of(x.v), row, x.head)
 
     @T.macro
     def load(x):
@@ -469,7 +463,8 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
                 if i % SPAN == 0:
                     load_keys(i, x)
                     T.barrier_wait(x.inverse_ready[0], (i // SPAN) & 1)
-                prefetch_keys(i + SPAN, x)
+                if i + SPAN < x.chunks:
+                    T.call_extern("handle", "flashqla::prefetch_tiles", tiles_of(x.k), x.bos + (i + SPAN) * CHUNK, x.k_head)
             T.barrier_wait(x.in_free[s], ((i // STAGES) & 1) ^ 1)
             if rows >= CHUNK:
                 load_chunk(i, x, x.in_ready, s)
@@ -568,7 +563,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
 
             tx = T.get_thread_binding()
             head = bx // slices
-            k_head: T.int32 = T.truncdiv(head, group)
+            k_head = head if inverts else T.truncdiv(head, group)
             # Variables, or their quotients are computed at every use.
             sequence = T.alloc_var("int32")
             index = T.alloc_var("int32")  # of the segment in its sequence

@@ -363,12 +363,15 @@ template <typename Element> __device__ __forceinline__ void gated_inverse(const 
   }
 }
 
+__device__ __forceinline__ bool elected() {
+  unsigned chosen;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
+  return chosen;
+}
 // A whole tile to global memory, by one thread of a warp. TileLang's copy knows threads by constants only: it would take one piece of code for each warp.
 template <typename Map> __device__ __forceinline__ void send_tile(const Map& map, const void* tile, int token, int head) {
   const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(tile));
-  unsigned chosen;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
-  if (chosen) {
+  if (elected()) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
                  ::"l"(&map), "r"(0), "r"(token), "r"(head), "r"(from) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");

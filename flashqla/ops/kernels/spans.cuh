@@ -18,6 +18,14 @@ __device__ __forceinline__ void* tile_of(void* first, void* last) {
   return warp < 3 ? static_cast<char*>(first) + warp * 8192 : static_cast<char*>(last);
 }
 
+// Two tiles side by side on their way to L2, by one warp.
+template <typename Map> __device__ __forceinline__ void prefetch_tiles(const Map& map, int token, int head) {
+  if (elected())
+#pragma unroll
+    for (int column = 0; column < 128; column += 64)
+      asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(&map), "r"(column), "r"(token), "r"(head) : "memory");
+}
+
 // What this thread has written or read, in shared or in global memory, comes before what copy engines do there after the next barrier.
 __device__ __forceinline__ void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 }  // namespace flashqla
