@@ -289,8 +289,8 @@ def assert_forward_stores_and_publishes(built: Built, groups: int, output_h: boo
             re.findall(r"tl::fence_proxy_async\(\);[ }]*(?: if \([^;{]*\) \{)* o_ready[^;]*arrive\(\);", state)
         )
         assert published == state.count("fence_proxy_async") == groups
-        assert state.count(" final_state[") == 1
-        assert state.count("store_state(") == (0 if not output_h else 2 if groups == 1 else 1)
+        assert state.count("store_state((&(final_state[") == 1
+        assert state.count("store_state((&(h[") == (0 if not output_h else 2 if groups == 1 else 1)
     assert re.search(r"store_tile\(" + fence + r"p_ready[^;]*arrive\(\);", score)
     zeroed = r".*".join(rf"zero_rows\([^;]*{tile}" for tile in ("k_smem", "v_smem", "a_smem"))
     assert re.search(zeroed + fence + r"in_ready[^;]*arrive\(\);", load)

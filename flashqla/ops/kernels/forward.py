@@ -104,7 +104,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
 
     @T.macro
     def read_state(S, x, w):
-        if x.index > 0:
+        if not inverts and x.index > 0:
             for v, k in T.Parallel(TILE, HEAD_DIM):
                 S[v, k] = x.states[x.segment - 1, x.head, x.first_column + w * TILE + v, k]
         elif x.has_initial_state != 0:
@@ -118,8 +118,9 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
     @T.macro
     def write_state(S, x, w):
         if x.ended >= 0:
-            for v, k in T.Parallel(TILE, HEAD_DIM):
-                x.final_state[x.ended, x.head, k, x.first_column + w * TILE + v] = S[v, k]
+            T.call_extern(
+                "handle", "flashqla::store_state", T.address_of(x.final_state[x.ended, x.head, 0, x.first_column + w * TILE]), f2, f3, S.data
+            )
 
     @T.macro
     def round_state(S, S_in, i, x, w):
@@ -569,23 +570,23 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
             index = T.alloc_var("int32")  # of the segment in its sequence
             sequence = segment
             index = 0
-            if segment_chunks > 0:
+            if not inverts and segment_chunks > 0:
                 sequence = T.call_extern(
                     "int32", "flashqla::owner", T.address_of(cu_seqlens[0]), offset_step, sequences, segment_chunks * CHUNK, segment
                 )
             bos: T.int32 = T.max(T.min(cu_seqlens[sequence * offset_step], tokens), 0)
             eos: T.int32 = T.max(T.min(cu_seqlens[(sequence + 1) * offset_step], tokens), bos)
-            if segment_chunks > 0:
+            if not inverts and segment_chunks > 0:
                 index = segment - T.truncdiv(bos, segment_chunks * CHUNK) - sequence
             first = T.alloc_var("int32")
             length = T.alloc_var("int32")
-            first = T.min(bos + index * segment_chunks * CHUNK, eos)
+            first = bos if inverts else T.min(bos + index * segment_chunks * CHUNK, eos)
             length = eos - first
-            if segment_chunks > 0:
+            if not inverts and segment_chunks > 0:
                 length = T.min(length, segment_chunks * CHUNK)
             chunks: T.int32 = T.ceildiv(length, CHUNK)
             first_chunk = T.alloc_var("int32")  # of this segment in h
-            first_chunk = index * segment_chunks
+            first_chunk = 0 if inverts else index * segment_chunks
             if output_h:
                 for n in T.serial(sequence):
                     first_chunk += T.ceildiv(cu_seqlens[(n + 1) * offset_step] - cu_seqlens[n * offset_step], CHUNK)
