@@ -269,6 +269,10 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
             for d in T.unroll(OUT_STAGES):
                 T.barrier_wait(x.o_free[(first + d) % OUT_STAGES], (((first + d) // OUT_STAGES) & 1) ^ 1)
             if l2norm:
+                T.call_extern(
+                    "handle", f"flashqla::inverse_norms_by_warp<{element}>", T.address_of(x.q[row, x.k_head, 0]), q0, work_of(x, "query_norms", warp), rows
+                )
+                T.sync_warp()
                 T.barrier_wait(x.product_ready[warp], (first // SPAN) & 1)
             T.call_extern(
                 "handle", factors, gates.data, betas.data, work_of(x, "query_norms", warp), work_of(x, "key_norms", warp), work_of(x, "vectors", warp),
@@ -355,27 +359,43 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
         write_state(S, x, w)
 
     @T.macro
-    def multiply_keys(product, first, x):
-        """K K^T of the chunks of a span, each to the place of the warp that will invert it."""
+    def put_norms(j, i, x):
+        """Inverse norms of the keys of chunk i, to place j."""
+        T.call_extern(
+            "handle", f"flashqla::inverse_norms_of_tile<{element}>", T.access_ptr(x.k_smem[i % STAGES, 0, 0], "r"), work_of(x, "key_norms", j),
+            T.min(x.length - i * CHUNK, CHUNK),
+        )
+        T.fence_proxy_async()  # the keys have been read: a copy must not overtake that
+
+    @T.macro
+    def put_product(product, j, i, x):
+        T.barrier_arrive(x.keys_free[i % STAGES])
+        T.call_extern("handle", "flashqla::store_product", product.data, work_of(x, "product", j))
+        T.barrier_arrive(x.product_ready[j])
+
+    @T.macro
+    def multiply_keys(one, other, first, x):
+        """K K^T of the chunks of a span, each to the place of the warp that will invert it.
+
+        Two at a time, so that one is stored while the other is made. If there is but one, the other is of whatever stands there: nobody will read it.
+        """
         wait_for_space(first, x)
-        for j in T.unroll(T.min(x.chunks - first, SPAN), unroll_factor=1):
+        for pair in T.unroll(T.ceildiv(T.min(x.chunks - first, SPAN), 2), unroll_factor=1):
+            j = 2 * pair
             i = first + j
-            s = i % STAGES
-            T.barrier_wait(x.keys_ready[s], (i // STAGES) & 1)
-            T.wgmma_gemm(x.k_smem[s, :, :], x.k_smem[s, :, :], product, transpose_B=True, clear_accum=True)
+            T.barrier_wait(x.keys_ready[i % STAGES], (i // STAGES) & 1)
             if l2norm:
-                rows: T.int32 = T.min(x.length - i * CHUNK, CHUNK)
-                T.call_extern(
-                    "handle", f"flashqla::inverse_norms_of_tile<{element}>", T.access_ptr(x.k_smem[s, 0, 0], "r"), work_of(x, "key_norms", j), rows,
-                )
-                T.call_extern(
-                    "handle", f"flashqla::inverse_norms<{element}>", T.address_of(x.q[x.bos + i * CHUNK, x.k_head, 0]), q0, work_of(x, "query_norms", j), rows,
-                )
-                T.fence_proxy_async()  # the keys have been read: a copy must not overtake that
+                put_norms(j, i, x)
+            T.wgmma_gemm(x.k_smem[i % STAGES, :, :], x.k_smem[i % STAGES, :, :], one, transpose_B=True, clear_accum=True)
+            if i + 1 < x.chunks:
+                T.barrier_wait(x.keys_ready[(i + 1) % STAGES], ((i + 1) // STAGES) & 1)
+            if l2norm:
+                put_norms(j + 1, i + 1, x)
+            T.wgmma_gemm(x.k_smem[(i + 1) % STAGES, :, :], x.k_smem[(i + 1) % STAGES, :, :], other, transpose_B=True, clear_accum=True)
+            T.wait_wgmma(1)
+            put_product(one, j, i, x)
             T.wait_wgmma(0)
-            T.barrier_arrive(x.keys_free[s])
-            T.call_extern("handle", "flashqla::store_product", product.data, work_of(x, "product", j))
-            T.barrier_arrive(x.product_ready[j])
+            put_product(other, j + 1, i + 1, x)
 
     @T.macro
     def score(x, scale):
@@ -391,7 +411,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
         turn = 0
         for i in T.unroll(x.chunks, unroll_factor=1):
             if inverts and i % SPAN == 0:
-                multiply_keys(P, i, x)
+                multiply_keys(P, R, i, x)
             T.barrier_wait(x.in_ready[s], turn)
             T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
             load_factor(row, ROW_LOG, s, x)

@@ -61,14 +61,13 @@ template <typename Element> __device__ __forceinline__ float squares(uint4 raw) 
   for (int e = 0; e < 8; ++e) sum += float(values[e]) * float(values[e]);
   return sum;
 }
-// Two threads of a warpgroup have a row.
-__device__ __forceinline__ int norm_row() { return (threadIdx.x & 127) >> 1; }
-// out[t] = 1 / |row t| from the sums of two threads. Rows past the sequence may hold anything: they count as 1.
-__device__ __forceinline__ void put_inverse_norm(float sum, float* out, int rows) {
-  const int row = norm_row();
+// out[row] = 1 / |row| from the sums of two threads. Rows past the sequence may hold anything: they count as 1.
+__device__ __forceinline__ void put_inverse_norm(float sum, float* out, int row, int rows) {
   sum += __shfl_xor_sync(~0u, sum, 1);
   if ((threadIdx.x & 1) == 0) out[row] = row < rows ? rsqrtf(sum + 1e-6f) : 1.f;
 }
+// The row that this thread of a warpgroup shares with one other.
+__device__ __forceinline__ int norm_row() { return (threadIdx.x & 127) >> 1; }
 // Of the rows of a [64, 128] tile, which stands in shared memory as two swizzled tiles of 64 columns. Swizzling permutes within a row of a
 // tile, which a sum does not see.
 template <typename Element> __device__ __forceinline__ void inverse_norms_of_tile(const void* tile, float* out, int rows) {
@@ -77,18 +76,21 @@ template <typename Element> __device__ __forceinline__ void inverse_norms_of_til
   float sum = 0.f;
 #pragma unroll
   for (int piece = 0; piece < 8; ++piece) sum += squares<Element>(pieces[piece ^ (row & 7)]);
-  put_inverse_norm(sum, out, rows);
+  put_inverse_norm(sum, out, row, rows);
 }
-// Of 64 rows of 128 in global memory.
-template <typename Element> __device__ __forceinline__ void inverse_norms(const Element* at, long long stride, float* out, int rows) {
-  const int row = norm_row();
+// This thread's part of a row of 128 in global memory.
+template <typename Element> __device__ __forceinline__ float squares_of_row(const Element* at, long long stride, int row, int rows) {
   const uint4* pieces = reinterpret_cast<const uint4*>(at + row * stride + (threadIdx.x & 1) * 64);
   float sum = 0.f;
   if (row < rows) {
 #pragma unroll
     for (int piece = 0; piece < 8; ++piece) sum += squares<Element>(pieces[piece]);
   }
-  put_inverse_norm(sum, out, rows);
+  return sum;
+}
+// Of 64 such rows, by a warpgroup.
+template <typename Element> __device__ __forceinline__ void inverse_norms(const Element* at, long long stride, float* out, int rows) {
+  put_inverse_norm(squares_of_row(at, stride, norm_row(), rows), out, norm_row(), rows);
 }
 
 // Per-token factors of a head that the inverse needs, vectors of 64 floats. `row`, `col`: base-2 logs whose difference is the decay from

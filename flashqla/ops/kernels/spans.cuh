@@ -18,6 +18,17 @@ __device__ __forceinline__ void* tile_of(void* first, void* last) {
   return warp < 3 ? static_cast<char*>(first) + warp * 8192 : static_cast<char*>(last);
 }
 
+// Inverse norms of 64 rows of 128 in global memory, by one warp.
+template <typename Element> __device__ __forceinline__ void inverse_norms_by_warp(const Element* at, long long stride, float* out, int rows) {
+  const int first = (threadIdx.x & 31) >> 1;
+#pragma unroll 1
+  for (int row = first; row < 64; row += 32) {  // two rows at a time: for more, registers would not last
+    const float sum = squares_of_row(at, stride, row, rows), other = squares_of_row(at, stride, row + 16, rows);
+    put_inverse_norm(sum, out, row, rows);
+    put_inverse_norm(other, out, row + 16, rows);
+  }
+}
+
 // Two tiles side by side on their way to L2, by one warp.
 template <typename Map> __device__ __forceinline__ void prefetch_tiles(const Map& map, int token, int head) {
   if (elected())
