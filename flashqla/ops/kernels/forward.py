@@ -269,18 +269,16 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
             for d in T.unroll(OUT_STAGES):
                 T.barrier_wait(x.o_free[(first + d) % OUT_STAGES], (((first + d) // OUT_STAGES) & 1) ^ 1)
             if l2norm:
-                T.call_extern(
-                    "handle", f"flashqla::inverse_norms_by_warp<{element}>", T.address_of(x.q[row, x.k_head, 0]), q0, work_of(x, "query_norms", warp), rows
-                )
+                norms = f"flashqla::inverse_norms_by_warp<{element}>"
+                T.call_extern("handle", norms, T.address_of(x.k[row, x.k_head, 0]), k0, work_of(x, "key_norms", warp), rows)
+                T.call_extern("handle", norms, T.address_of(x.q[row, x.k_head, 0]), q0, work_of(x, "query_norms", warp), rows)
                 T.sync_warp()
-                T.barrier_wait(x.product_ready[warp], (first // SPAN) & 1)
             T.call_extern(
                 "handle", factors, gates.data, betas.data, work_of(x, "query_norms", warp), work_of(x, "key_norms", warp), work_of(x, "vectors", warp),
                 T.address_of(x.records[place, x.head, 0, 0]), T.address_of(x.records[0, 0, 0, 0]), 0, rows, x.scale, 0,
             )
             T.sync_warp()  # the factors are there
-            if not l2norm:
-                T.barrier_wait(x.product_ready[warp], (first // SPAN) & 1)
+            T.barrier_wait(x.product_ready[warp], (first // SPAN) & 1)
             T.call_extern(
                 "handle", f"flashqla::gated_inverse<{element}>", work_of(x, "product", warp), work_of(x, "vectors", warp), tile_of(x, w), 1,
             )
@@ -348,7 +346,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
             T.wait_wgmma(1)  # Z W; the update goes on
             release_p(x, i)
             put_o(O, i, x, w)
-            if inverts:  # the first chunk of a span is waited for where that begins: the other parity does not wait
+            if inverts:  # the first chunk of a span is waited for where that begins; for the other parity there is no waiting
                 T.barrier_wait(x.in_ready[s], T.if_then_else((i + 1) % SPAN == 0, turn ^ 1, turn))
             else:
                 T.barrier_wait(x.in_ready[s], turn)  # after the last chunk LOAD says so for nothing
@@ -357,15 +355,6 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
         if x.chunks > 0:
             publish_o(x.chunks - 1, x)
         write_state(S, x, w)
-
-    @T.macro
-    def put_norms(j, i, x):
-        """Inverse norms of the keys of chunk i, to place j."""
-        T.call_extern(
-            "handle", f"flashqla::inverse_norms_of_tile<{element}>", T.access_ptr(x.k_smem[i % STAGES, 0, 0], "r"), work_of(x, "key_norms", j),
-            T.min(x.length - i * CHUNK, CHUNK),
-        )
-        T.fence_proxy_async()  # the keys have been read: a copy must not overtake that
 
     @T.macro
     def put_product(product, j, i, x):
@@ -377,25 +366,22 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
     def multiply_keys(one, other, first, x):
         """K K^T of the chunks of a span, each to the place of the warp that will invert it.
 
-        Two at a time, so that one is stored while the other is made. If there is but one, the other is of whatever stands there: nobody will read it.
+        Two at a time, so that one is stored while the other is made. If one is left, the other is of whatever stands there, and goes nowhere.
         """
         wait_for_space(first, x)
         for pair in T.unroll(T.ceildiv(T.min(x.chunks - first, SPAN), 2), unroll_factor=1):
             j = 2 * pair
             i = first + j
             T.barrier_wait(x.keys_ready[i % STAGES], (i // STAGES) & 1)
-            if l2norm:
-                put_norms(j, i, x)
             T.wgmma_gemm(x.k_smem[i % STAGES, :, :], x.k_smem[i % STAGES, :, :], one, transpose_B=True, clear_accum=True)
             if i + 1 < x.chunks:
                 T.barrier_wait(x.keys_ready[(i + 1) % STAGES], ((i + 1) // STAGES) & 1)
-            if l2norm:
-                put_norms(j + 1, i + 1, x)
             T.wgmma_gemm(x.k_smem[(i + 1) % STAGES, :, :], x.k_smem[(i + 1) % STAGES, :, :], other, transpose_B=True, clear_accum=True)
             T.wait_wgmma(1)
             put_product(one, j, i, x)
             T.wait_wgmma(0)
-            put_product(other, j + 1, i + 1, x)
+            if i + 1 < x.chunks:
+                put_product(other, j + 1, i + 1, x)
 
     @T.macro
     def score(x, scale):

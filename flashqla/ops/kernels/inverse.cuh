@@ -66,19 +66,17 @@ __device__ __forceinline__ void put_inverse_norm(float sum, float* out, int row,
   sum += __shfl_xor_sync(~0u, sum, 1);
   if ((threadIdx.x & 1) == 0) out[row] = row < rows ? rsqrtf(sum + 1e-6f) : 1.f;
 }
-// The row that this thread of a warpgroup shares with one other.
-__device__ __forceinline__ int norm_row() { return (threadIdx.x & 127) >> 1; }
 // Of the rows of a [64, 128] tile, which stands in shared memory as two swizzled tiles of 64 columns. Swizzling permutes within a row of a
 // tile, which a sum does not see.
 template <typename Element> __device__ __forceinline__ void inverse_norms_of_tile(const void* tile, float* out, int rows) {
-  const int row = norm_row();
+  const int row = threadIdx.x >> 1;
   const uint4* pieces = reinterpret_cast<const uint4*>(static_cast<const char*>(tile) + (threadIdx.x & 1) * 8192 + row * 128);
   float sum = 0.f;
 #pragma unroll
   for (int piece = 0; piece < 8; ++piece) sum += squares<Element>(pieces[piece ^ (row & 7)]);
   put_inverse_norm(sum, out, row, rows);
 }
-// This thread's part of a row of 128 in global memory.
+// This thread's half of a row of 128 in global memory.
 template <typename Element> __device__ __forceinline__ float squares_of_row(const Element* at, long long stride, int row, int rows) {
   const uint4* pieces = reinterpret_cast<const uint4*>(at + row * stride + (threadIdx.x & 1) * 64);
   float sum = 0.f;
@@ -90,7 +88,8 @@ template <typename Element> __device__ __forceinline__ float squares_of_row(cons
 }
 // Of 64 such rows, by a warpgroup.
 template <typename Element> __device__ __forceinline__ void inverse_norms(const Element* at, long long stride, float* out, int rows) {
-  put_inverse_norm(squares_of_row(at, stride, norm_row(), rows), out, norm_row(), rows);
+  const int row = threadIdx.x >> 1;
+  put_inverse_norm(squares_of_row(at, stride, row, rows), out, row, rows);
 }
 
 // Per-token factors of a head that the inverse needs, vectors of 64 floats. `row`, `col`: base-2 logs whose difference is the decay from
