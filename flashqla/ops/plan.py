@@ -113,11 +113,11 @@ def make(
 ) -> Plan:
     """The plan for one direction of a problem on a device.
 
-    hk: key heads, of which only matters whether they are as many as value heads. seqlens: tokens of every sequence; None where only the device knows them, and then `sequences` sequences are taken
-    to share `tokens` tokens evenly. tokens: of a row, of which the last ones may belong to no sequence. dtype: of q, k
-    and v. device: its type, "cuda" or "cpu". missing: why the kernels cannot be loaded here, "" if they can. auto_cp:
-    whether sequences may be split. for_backward: whether the forward pass saves what a backward pass needs, which only
-    the inverse kernel writes.
+    hk: key heads, 0 where they are fewer than value heads. seqlens: tokens of every sequence; None where only the device
+    knows them, and then `sequences` sequences are taken to share `tokens` tokens evenly. tokens: of a row, of which the
+    last ones may belong to no sequence. dtype: of q, k and v. device: its type, "cuda" or "cpu". missing: why the
+    kernels cannot be loaded here, "" if they can. auto_cp: whether sequences may be split. for_backward: whether the
+    forward pass saves what a backward pass needs, which only the inverse kernel writes.
     """
     if seqlens is None:
         seqlens = (-(-tokens // max(sequences, 1)),) * sequences

@@ -236,12 +236,6 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
                 enter(i + 1, True, s, last, turn, S, S_in, X, O, V, x, w)
         write_state(S, x, w)
 
-    @T.macro
-    def wait_for_space(first, x):
-        """Until all that was loaded before chunk `first` has been read."""
-        for d in T.unroll(STAGES):
-            T.barrier_wait(x.in_free[(first + d) % STAGES], (((first + d) // STAGES) & 1) ^ 1)
-
     def work_of(x, what, j):
         """Where in shared memory warp j of STATE has its product, its factors, or norms; see spans.cuh."""
         return T.call_extern("handle", f"flashqla::{what}_of", T.address_of(x.q_smem[0, 0, 0]), T.address_of(x.v_smem[0, 0, 0, 0]), j)
@@ -265,9 +259,8 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
                 "handle", "flashqla::two_tokens", gates.data, T.address_of(x.g[0, 0]), row, g0, x.head, g1, T.if_then_else(x.has_gate != 0, rows, 0)
             )
             T.call_extern("handle", "flashqla::two_tokens", betas.data, T.address_of(x.beta[0, 0]), row, b0, x.head, b1, rows)
-            wait_for_space(first, x)
-            for d in T.unroll(OUT_STAGES):
-                T.barrier_wait(x.o_free[(first + d) % OUT_STAGES], (((first + d) // OUT_STAGES) & 1) ^ 1)
+            # Until the last output has been stored: then all that was loaded has been read, too.
+            T.barrier_wait(x.o_free[(first + OUT_STAGES - 1) % OUT_STAGES], (((first + OUT_STAGES - 1) // OUT_STAGES) & 1) ^ 1)
             if l2norm:
                 norms = f"flashqla::inverse_norms_by_warp<{element}>"
                 T.call_extern("handle", norms, T.address_of(x.k[row, x.k_head, 0]), k0, work_of(x, "key_norms", warp), rows)
@@ -346,7 +339,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
             T.wait_wgmma(1)  # Z W; the update goes on
             release_p(x, i)
             put_o(O, i, x, w)
-            if inverts:  # the first chunk of a span is waited for where that begins; for the other parity there is no waiting
+            if inverts:  # the first chunk of a span is waited for where that begins: the other parity has passed, whoever waits for it goes on
                 T.barrier_wait(x.in_ready[s], T.if_then_else((i + 1) % SPAN == 0, turn ^ 1, turn))
             else:
                 T.barrier_wait(x.in_ready[s], turn)  # after the last chunk LOAD says so for nothing
@@ -368,7 +361,8 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
 
         Two at a time, so that one is stored while the other is made. If one is left, the other is of whatever stands there, and goes nowhere.
         """
-        wait_for_space(first, x)
+        # Until the last chunk has been read, and so all before it.
+        T.barrier_wait(x.in_free[(first + STAGES - 1) % STAGES], (((first + STAGES - 1) // STAGES) & 1) ^ 1)
         for pair in T.unroll(T.ceildiv(T.min(x.chunks - first, SPAN), 2), unroll_factor=1):
             j = 2 * pair
             i = first + j
@@ -487,9 +481,10 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
                 T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.a_smem[s, 0, 0]), rows)
                 T.fence_proxy_async()
                 T.barrier_arrive(x.in_ready[s])
-        # STATE waits for one chunk more than there is.
-        T.barrier_wait(x.in_free[x.chunks % STAGES], ((x.chunks // STAGES) & 1) ^ 1)
-        T.barrier_arrive(x.in_ready[x.chunks % STAGES])
+        # STATE waits for one chunk more than there is, unless a span ends with the last one.
+        if not inverts or x.chunks % SPAN != 0:
+            T.barrier_wait(x.in_free[x.chunks % STAGES], ((x.chunks // STAGES) & 1) ^ 1)
+            T.barrier_arrive(x.in_ready[x.chunks % STAGES])
 
     @T.macro
     def store(x, o):
