@@ -27,8 +27,8 @@ KERNEL_DTYPES = ("bfloat16", "float16")
 
 
 class Whole(NamedTuple):
-    """Microseconds where a value head has its own keys and sequences are whole. Both ways are bound by HBM, and so apart
-    from the costs of the rest.
+    """Microseconds where a value head has its own keys and sequences are whole. HBM bounds both ways, which the other
+    costs know nothing of.
 
     two_chunk: per chunk of a CTA with V whole, where the inverse kernel has gone before. inverse_chunk: per chunk that
     an SM inverts before. cta, chunk: of one kernel that does both, as in Costs.
@@ -113,11 +113,11 @@ def make(
 ) -> Plan:
     """The plan for one direction of a problem on a device.
 
-    hk: key heads, 0 where they are fewer than value heads. seqlens: tokens of every sequence; None where only the device
-    knows them, and then `sequences` sequences are taken to share `tokens` tokens evenly. tokens: of a row, of which the
-    last ones may belong to no sequence. dtype: of q, k and v. device: its type, "cuda" or "cpu". missing: why the
-    kernels cannot be loaded here, "" if they can. auto_cp: whether sequences may be split. for_backward: whether the
-    forward pass saves what a backward pass needs, which only the inverse kernel writes.
+    hk: key heads, 0 if that does not matter. seqlens: tokens of every sequence; None where only the device knows them,
+    and then `sequences` sequences are taken to share `tokens` tokens evenly. tokens: of a row, of which the last ones
+    may belong to no sequence. dtype: of q, k and v. device: its type, "cuda" or "cpu". missing: why the kernels cannot
+    be loaded here, "" if they can. auto_cp: whether sequences may be split. for_backward: whether the forward pass
+    saves what a backward pass needs, which only the inverse kernel writes.
     """
     if seqlens is None:
         seqlens = (-(-tokens // max(sequences, 1)),) * sequences

@@ -74,8 +74,8 @@ GRADIENTS = {  # dtype, l2norm
 
 SM_REGISTERS, SM_SMEM, RESERVED_SMEM = 65536, 233472, 1024  # Hopper; of shared memory, each CTA has a part reserved
 WARP, WARP_GROUP = 32, 128
-# Products of 16x16 blocks in an inverse take 4: block (i, c) has i - c of them, and one with a block on the diagonal, of
-# which a quarter is 0. A block on the diagonal takes 2.
+# Products of 16x16 blocks in an inverse take 4: block (i, c) has i - c of them, and one with a block on the diagonal,
+# of which a quarter is 0. A block on the diagonal takes 2.
 INVERSE_PRODUCTS = sum(4 * (i - c) + 3 for i in range(4) for c in range(i)) + 4 * 2
 
 
@@ -326,27 +326,32 @@ def assert_spans(built: Built, l2norm: bool, output_h: bool) -> None:
     ends, (*states, score, load, store, blank) = split_roles(built)
     assert ends == [128, 256, 384, 416, 448, 480]
     guard = r"[ }]*(?: if \([^;{]*\) \{)* "  # TileLang repeats a condition around each statement under it
-    space = r"in_free\[[^;]*wait\("
-    for w, state in enumerate(states):
-        # The last output of a span leaves, and all that was loaded and is to be stored is done with, before a warp works there.
-        left = in_order("% 8) == 0) {", "fence_proxy_async", "o_ready[1].arrive();", "two_tokens(gates", "two_tokens(betas")
-        factors = in_order("o_free[1].wait(") + in_order("", *["inverse_norms_by_warp<"] * 2 * l2norm, "chunk_factors<")
-        inverse = in_order("", "__syncwarp();", "product_ready[", "wait(", "gated_inverse<")
-        sent = rf"[^;]*;{guard}tl::fence_proxy_async\(\);{guard}__syncwarp\(\);{guard}flashqla::send_tile\(A_desc[^;]*;"
-        ready = rf"{guard}tl::tma_store_wait<0, false>\(\);[ }}]*flashqla::fence_all_proxies\(\); inverse_ready\[0\]\.arrive\(\); in_ready\["
-        assert re.search(left + ".*" + factors + inverse + sent + ready, state), w
+    # The last output of a span leaves, and has been stored, before a warp works in shared memory.
+    left = in_order(
+        "% 8) == 0) {", "fence_proxy_async", "o_ready[1].arrive();", "two_tokens(gates", "two_tokens(betas", ""
+    )
+    inverse = ["o_free[1].wait(", *["inverse_norms_by_warp<"] * 2 * l2norm, "chunk_factors<", "__syncwarp();"]
+    inverted = left + in_order(*inverse, "product_ready[", "wait(", "gated_inverse<")
+    inverted += (
+        rf"[^;]*;{guard}tl::fence_proxy_async\(\);{guard}__syncwarp\(\);{guard}flashqla::send_tile\(A_desc[^;]*;"
+    )
+    inverted += rf"{guard}tl::tma_store_wait<0, false>\(\);[ }}]*flashqla::fence_all_proxies\(\);"
+    inverted += r" inverse_ready\[0\]\.arrive\(\); in_ready\["
+    for state in states:
+        assert re.search(inverted, state)
         assert state.count("store_transposed(") == 1
         assert state.count("o_ready[") == 3  # before an inversion, beside the next products, at the end
         assert state.count("store_state((&(final_state[") == 1
         assert state.count("store_state((&(h[") == output_h
-    assert states[0].count("tile_of((&(((") == states[1].count("tile_of((&(((") == 2
-    multiplied = in_order("keys_ready[", "keys_ready[", "tl::wait_wgmma<1>();", "keys_free[", "store_product(P", "product_ready[")
-    multiplied += in_order("", "tl::wait_wgmma<0>();", "keys_free[", "store_product(R", "product_ready[", "in_ready[")
-    assert re.search(space + ".*" + multiplied, score)
+    waited = r"in_free\[[^;]*wait\(.*"
+    products = ["keys_ready[", "keys_ready[", "wait_wgmma<1>();", "keys_free[", "store_product(P", "product_ready["]
+    products += ["wait_wgmma<0>();", "keys_free[", "store_product(R", "product_ready[", "in_ready["]
+    assert re.search(waited + in_order(*products), score)
     assert re.search(r"store_tile\([^;]*; tl::fence_proxy_async\(\); p_ready[^;]*arrive\(\);", score)
-    keys = in_order("keys_free[", "in_free[", "tma_load(k_desc, keys_ready", "tma_load(k_desc, tail_ready", "tail_ready[0].wait(0);")
-    keys += in_order("", "zero_rows(", "fence_proxy_async", "keys_ready[", "prefetch_tiles(q_desc", "prefetch_tiles(v_desc", "inverse_ready[0].wait(")
-    assert re.search(keys + in_order("", "prefetch_tiles(k_desc", "in_free[", "tail_ready[0].wait(1);"), load)
+    loaded = ["keys_free[", "in_free[", "tma_load(k_desc, keys_ready", "tma_load(k_desc, tail_ready"]
+    loaded += ["tail_ready[0].wait(0);", "zero_rows(", "fence_proxy_async", "keys_ready["]
+    loaded += ["prefetch_tiles(q_desc", "prefetch_tiles(v_desc", "inverse_ready[0].wait(", "prefetch_tiles(k_desc"]
+    assert re.search(in_order(*loaded, "in_free[", "tail_ready[0].wait(1);"), load)
     assert store.count("EVICT_FIRST") == 1
     assert blank.count("zero_pieces<16>") == 1
 

@@ -165,9 +165,7 @@ def test_a_training_step_finds_its_kernels_compiled(
     assert needed <= compiled
 
 
-def planned(
-    problem: checks.Problem, direction: plan.Direction = "forward", for_backward: bool = False
-) -> plan.Plan:
+def planned(problem: checks.Problem, direction: plan.Direction = "forward", for_backward: bool = False) -> plan.Plan:
     sizes = {"hv": problem.hv, "hk": problem.hk, "seqlens": problem.seqlens}
     return plan.make(**sizes, direction=direction, for_backward=for_backward)
 

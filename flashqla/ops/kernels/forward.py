@@ -28,9 +28,9 @@ slowed down by the other.
             as inverse.py does, but in the shared memory of q, v, A, P and o. A and record go to a place of the CTA in L2.
     WALK    the recurrence, as above, over the chunks of the span, A and record from there
 
-LOAD has the keys of the next span on their way to L2 during WALK, and q and v of this one during INVERT, so that HBM is always busy. Between the
-phases nothing is under way in shared memory: INVERT starts where all stages of `in` and `o` are free, WALK where inverse_ready says so. One warp
-more, BLANK, writes zeros into the rows of o past the last sequence.
+LOAD has the keys of the next span on their way to L2 during WALK, and q and v of this one during INVERT, so that HBM is always busy. Nothing is
+under way from one phase to the other but keys: a warp inverts when the last output has been stored, and WALK begins when inverse_ready says that
+all have. BLANK, one more warp, writes zeros into the rows of o past the last sequence.
 """
 
 from types import SimpleNamespace
@@ -256,7 +256,8 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
         place: T.int32 = x.slot + warp
         if rows > 0:
             T.call_extern(
-                "handle", "flashqla::two_tokens", gates.data, T.address_of(x.g[0, 0]), row, g0, x.head, g1, T.if_then_else(x.has_gate != 0, rows, 0)
+                "handle", "flashqla::two_tokens", gates.data, T.address_of(x.g[0, 0]), row, g0, x.head, g1,
+                T.if_then_else(x.has_gate != 0, rows, 0),
             )
             T.call_extern("handle", "flashqla::two_tokens", betas.data, T.address_of(x.beta[0, 0]), row, b0, x.head, b1, rows)
             # Until the last output has been stored: then all that was loaded has been read, too.
@@ -267,8 +268,9 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
                 T.call_extern("handle", norms, T.address_of(x.q[row, x.k_head, 0]), q0, work_of(x, "query_norms", warp), rows)
                 T.sync_warp()
             T.call_extern(
-                "handle", factors, gates.data, betas.data, work_of(x, "query_norms", warp), work_of(x, "key_norms", warp), work_of(x, "vectors", warp),
-                T.address_of(x.records[place, x.head, 0, 0]), T.address_of(x.records[0, 0, 0, 0]), 0, rows, x.scale, 0,
+                "handle", factors, gates.data, betas.data, work_of(x, "query_norms", warp), work_of(x, "key_norms", warp),
+                work_of(x, "vectors", warp), T.address_of(x.records[place, x.head, 0, 0]), T.address_of(x.records[0, 0, 0, 0]), 0, rows,
+                x.scale, 0,
             )
             T.sync_warp()  # the factors are there
             T.barrier_wait(x.product_ready[warp], (first // SPAN) & 1)
@@ -339,7 +341,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
             T.wait_wgmma(1)  # Z W; the update goes on
             release_p(x, i)
             put_o(O, i, x, w)
-            if inverts:  # the first chunk of a span is waited for where that begins: the other parity has passed, whoever waits for it goes on
+            if inverts:  # the first chunk of a span is waited for where that begins; here the other parity lets pass
                 T.barrier_wait(x.in_ready[s], T.if_then_else((i + 1) % SPAN == 0, turn ^ 1, turn))
             else:
                 T.barrier_wait(x.in_ready[s], turn)  # after the last chunk LOAD says so for nothing
