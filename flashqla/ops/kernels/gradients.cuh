@@ -23,13 +23,18 @@ template <typename Element> __device__ __forceinline__ float2 two_columns(unsign
   return make_float2(float(values[0]), float(values[1]));
 }
 
-// The sums of a chunk and value head that pass from role to role: vectors of 64 floats, `kCols` four of them, `kInner` four numbers.
-enum { kQuery = 0, kKey = 64, kWritten = 128, kRow = 192, kBetaRow = 256, kDiagonal = 320, kCols = 384, kInner = 640 };
+// The sums of a chunk and value head that pass from role to role: vectors of 64 floats, of the first three one for each half of K, `kCols` four
+// of them, `kInner` eight numbers.
+enum { kQuery = 0, kKey = 128, kWritten = 256, kRow = 384, kBetaRow = 448, kDiagonal = 512, kCols = 576, kInner = 832 };
 // Rows of a record, as in common.py.
 enum { kRowLog = 0, kColLog = 64, kOutScale = 192, kKeyDecay = 256, kChunkDecay = 320, kBeta = 384, kKeyLog = 512 };
 
 // What is left of beta beside the gradient of V, which a beta that is not small is part of already.
 __device__ __forceinline__ float other_beta(float beta, float small) { return fabsf(beta) < small ? beta : 1.f; }
+
+__device__ __forceinline__ void put_work(int* work, int rows, int first, int head) {
+  if ((threadIdx.x & 31) == 0) *reinterpret_cast<int4*>(work) = make_int4(rows, first, head, 0);
+}
 
 // Brings rows of 256 bytes into L2, by a warp: what is to be copied as soon as there is room for it.
 __device__ __forceinline__ void prefetch_rows(const void* rows, long long stride, int count) {
@@ -38,12 +43,13 @@ __device__ __forceinline__ void prefetch_rows(const void* rows, long long stride
     asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(rows) + (i >> 1) * stride + (i & 1) * 128));
 }
 
-// sum[i, :] += factor[i] * product[i, :], and dots[i] += product[i, :] . tile[i, :]
+// sum[i, :] += factor[i] * product[i, :], and dots[i] = product[i, :] . tile[i, :]
 template <typename Element>
 __device__ __forceinline__ void add_rows(float* sum, const float* product, const void* tile, float factor0, float factor1, float* dots) {
   const unsigned row = own_row(tile);
 #pragma unroll
-  for (int r = 0; r < 2; ++r)
+  for (int r = 0; r < 2; ++r) {
+    dots[r] = 0.f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float2 x = two_columns<Element>(row, r, j);
@@ -53,6 +59,7 @@ __device__ __forceinline__ void add_rows(float* sum, const float* product, const
       sum[4 * j + 2 * r + 1] += factor * p[1];
       dots[r] += p[0] * x.x + p[1] * x.y;
     }
+  }
 }
 template <typename Element>
 __device__ __forceinline__ void add_product(float* sum, const float* product, const void* tile, const float* factor, float* dots) {
@@ -71,7 +78,8 @@ __device__ __forceinline__ void put_dots(float* out, const float* dots, const fl
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = sum_of_four(dots[r]);
-    if ((threadIdx.x & 3) == 0) out[row_of(r)] = factor ? sum * factor[row_of(r)] : sum;
+    const int row = anew(row_of(r));
+    if ((threadIdx.x & 3) == 0) out[row] = factor ? sum * factor[row] : sum;
   }
 }
 
@@ -89,7 +97,7 @@ template <typename Element> __device__ __forceinline__ void add_inner_product(fl
 __device__ __forceinline__ void put_inner_product(float* sums, float sum) {
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  if ((threadIdx.x & 31) == 0) sums[kInner + warp_of_group()] = sum;
+  if ((threadIdx.x & 31) == 0) sums[warp_of_group()] = sum;
 }
 
 // From dP = dO U^T and dY U^T (with beta in dY or not, as `other_beta` tells): Z = scale * dP * R and X = dM * R * beta, as operands; and of
@@ -152,46 +160,69 @@ __device__ __forceinline__ void score_gradients(const float* qk, const float* kk
   }
 }
 
-// Gradient of x from that of x / |x| times 1 / |x|, which is what products with norms in their factors give: takes out the part along x.
-template <typename Element> __device__ __forceinline__ void take_out_norm(float* d0, float* d1, const void* tiles) {
-  const unsigned row = own_row(tiles);
+// Gradients of q and k from those of q / |q| and k / |k| times 1 / |q| and 1 / |k|, which is what products with norms in their factors give: takes
+// out the part along q and k. By two warpgroups, with 64 columns each; `norms` is where they meet, and free again after the next meeting elsewhere.
+template <typename Element> __device__ __forceinline__ void take_out_norms(float* dq, float* dk, const void* q, const void* k, float* norms, int half) {
+  float4* meeting = reinterpret_cast<float4*>(norms);
+  const unsigned q_row = own_row(q), k_row = own_row(k);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float dot = 0.f, square = 0.f;
+    float sums[4] = {0.f, 0.f, 0.f, 0.f};  // dq . q, q . q, dk . k, k . k
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float2 x = two_columns<Element>(row, 8 * (j >> 3) + r, j & 7);
-      const float* d = (j < 8 ? d0 : d1) + 4 * (j & 7) + 2 * r;
-      dot += d[0] * x.x + d[1] * x.y;
-      square += x.x * x.x + x.y * x.y;
+    for (int j = 0; j < 8; ++j) {
+      const float2 x = two_columns<Element>(q_row, r, j), y = two_columns<Element>(k_row, r, j);
+      const int e = 4 * j + 2 * r;
+      sums[0] += dq[e] * x.x + dq[e + 1] * x.y;
+      sums[1] += x.x * x.x + x.y * x.y;
+      sums[2] += dk[e] * y.x + dk[e + 1] * y.y;
+      sums[3] += y.x * y.x + y.y * y.y;
     }
-    const float part = sum_of_four(dot) / (sum_of_four(square) + 1e-6f);
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float2 x = two_columns<Element>(row, 8 * (j >> 3) + r, j & 7);
-      float* d = (j < 8 ? d0 : d1) + 4 * (j & 7) + 2 * r;
-      d[0] -= part * x.x;
-      d[1] -= part * x.y;
+    for (int i = 0; i < 4; ++i) sums[i] = sum_of_four(sums[i]);
+    if ((threadIdx.x & 3) == 0) meeting[64 * half + row_of(r)] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+  }
+  asm volatile("bar.sync 8, 256;" ::: "memory");
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float4 left = meeting[row_of(r)], right = meeting[64 + row_of(r)];
+    const float of_q = (left.x + right.x) / (left.y + right.y + 1e-6f), of_k = (left.z + right.z) / (left.w + right.w + 1e-6f);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 x = two_columns<Element>(q_row, r, j), y = two_columns<Element>(k_row, r, j);
+      const int e = 4 * j + 2 * r;
+      dq[e] -= of_q * x.x;
+      dq[e + 1] -= of_q * x.y;
+      dk[e] -= of_k * y.x;
+      dk[e + 1] -= of_k * y.y;
     }
   }
 }
 
-// out[i, :] of the first `rows` rows, columns 0-63 from d0 and the others from d1.
-template <typename Element> __device__ __forceinline__ void store_rows(Element* out, long long stride, const float* d0, const float* d1, int rows) {
+// out[i, :] of the first `rows` rows, 64 columns. Lanes side by side trade columns, so that a row gets whole sectors of 32 bytes.
+template <typename Element> __device__ __forceinline__ void store_rows(Element* out, long long stride, const float* d, int rows) {
+  const bool odd = threadIdx.x & 1;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (row_of(r) >= rows) continue;
-    Element* at = out + row_of(r) * stride + 2 * (threadIdx.x & 3);
+    Element* at = out + row_of(r) * stride + 8 * odd + 2 * (threadIdx.x & 2);
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float* d = (j < 8 ? d0 : d1) + 4 * (j & 7) + 2 * r;
-      Element pair[2] = {Element(d[0]), Element(d[1])};
-      *reinterpret_cast<unsigned*>(at + 8 * j) = *reinterpret_cast<const unsigned*>(pair);
+    for (int j = 0; j < 8; j += 2) {
+      unsigned own[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const Element pair[2] = {Element(d[4 * (j + c) + 2 * r]), Element(d[4 * (j + c) + 2 * r + 1])};
+        own[c] = *reinterpret_cast<const unsigned*>(pair);
+      }
+      const unsigned other = __shfl_xor_sync(~0u, odd ? own[0] : own[1], 1);
+      if (row_of(r) < rows) *reinterpret_cast<uint2*>(at + 8 * j) = odd ? make_uint2(other, own[1]) : make_uint2(own[0], other);
     }
   }
 }
 
 __device__ __forceinline__ float2 two(const float* x) { return *reinterpret_cast<const float2*>(x + 2 * (threadIdx.x & 31)); }
+__device__ __forceinline__ float2 two_halves(const float* x) {
+  const float2 left = two(x), right = two(x + 64);
+  return make_float2(left.x + right.x, left.y + right.y);
+}
 template <typename Element> __device__ __forceinline__ void four(const Element* at, float* out) {
   const uint2 raw = *reinterpret_cast<const uint2*>(at + 4 * (threadIdx.x & 31));
   const Element* values = reinterpret_cast<const Element*>(&raw);
@@ -205,7 +236,7 @@ template <typename Element>
 __device__ __forceinline__ void gate_gradients(const float* sums, const float* record, const Element* v, long long v_stride, Element* dv,
                                                long long dv_stride, float* dg, float* dbeta, long long stride, int rows, float small) {
   const int lane = threadIdx.x & 31;
-  const float2 query = two(sums + kQuery), key = two(sums + kKey), written = two(sums + kWritten), row = two(sums + kRow);
+  const float2 query = two_halves(sums + kQuery), key = two_halves(sums + kKey), written = two_halves(sums + kWritten), row = two(sums + kRow);
   float2 column = two(sums + kCols);
 #pragma unroll
   for (int warp = 1; warp < 4; ++warp) {
@@ -215,7 +246,10 @@ __device__ __forceinline__ void gate_gradients(const float* sums, const float* r
   }
   const float2 beta = two(record + kBeta), key_log = two(record + kKeyLog), col_log = two(record + kColLog);
   const float2 decay = make_float2(ex2(key_log.x), ex2(key_log.y));
-  const float inner = record[kChunkDecay] * (sums[kInner] + sums[kInner + 1] + sums[kInner + 2] + sums[kInner + 3]);
+  float inner = 0.f;
+#pragma unroll
+  for (int warp = 0; warp < 8; ++warp) inner += sums[kInner + warp];
+  inner *= record[kChunkDecay];
 
   // What token i has its gate for: everything that tokens from i on read of what was before i. What tokens before i wrote reaches the end.
   const float2 read = make_float2(query.x - other_beta(beta.x, small) * decay.x * key.x + row.x - column.x,

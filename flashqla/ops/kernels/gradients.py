@@ -14,9 +14,10 @@ Source  differentiation of the chunkwise form, as in reference/backward.py
 
 dq and dk stay in fp32 registers over the value heads of the group, which come in a fixed order: no partial sums in memory, no atomics.
 
-    QUERY  one warpgroup: dQ, <S, dS>               LOAD    one warp: TMA in, zeros past the end of a sequence
-    KEY    one warpgroup: dK                        FINISH  one warp: dg, dbeta from the sums of the others
-    SCORE  one warpgroup: Z, X and their sums
+    COLUMNS  two warpgroups, 64 columns of K each: dQ, dK, <S, dS>    LOAD    one warp: TMA in, zeros past the end of a sequence
+    SCORE    one warpgroup: Z, X and their sums                       FINISH  one warp: dg, dbeta from the sums of the others
+
+Halves of K, not dQ and dK, so that both warpgroups have as much to do: of the products three before Z and X, and four with them.
 
 A barrier is named for what it says is ready or free: qk, tokens (dO, U, dY, record of a value head), state (a half of K of S and dS), zx, sums.
 """
@@ -48,12 +49,14 @@ HALVES = HEAD_DIM // TILE
 BOTH = tuple(range(HALVES))  # a loop over it is unrolled while tracing
 TOKEN_STAGES = 2
 SIZE = 2  # bytes of an element
-SUMS = 11 * CHUNK  # floats, see gradients.cuh
-QUERY, KEY, WRITTEN, INNER = 0, 64, 128, 640  # where sums lie
-QUERY_END, KEY_END, SCORE_END = WARP_GROUP, 2 * WARP_GROUP, 3 * WARP_GROUP
+SUMS = 14 * CHUNK  # floats, see gradients.cuh
+QUERY, KEY, WRITTEN, INNER = 0, 128, 256, 832  # where sums lie
+ROWS, FIRST, HEAD, WORK = 0, 1, 2, 4  # what LOAD tells the others of an item: its tokens, the first of them, the key head
+WORKS = 4  # items, so that LOAD, at most two value heads ahead, leaves alone what is still to be stored
+LEFT_END, RIGHT_END, SCORE_END = WARP_GROUP, 2 * WARP_GROUP, 3 * WARP_GROUP
 LOAD_END, FINISH_END = SCORE_END + WARP, SCORE_END + 2 * WARP
 THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
-QUERY_REGISTERS, KEY_REGISTERS, SCORE_REGISTERS, SERVICE_REGISTERS = 136, 152, 160, 64  # a thread, in all what the CTA starts with
+COLUMNS_REGISTERS, SCORE_REGISTERS, SERVICE_REGISTERS = 144, 160, 64  # a thread, in all what the CTA starts with
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -64,140 +67,91 @@ def build_gradients(dtype: str, l2norm: bool):
     q0, q1, k0, k1, v0, v1, d0, d1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1", "d0", "d1"))
 
     @T.macro
-    def query(x, dq):
-        sums = [T.alloc_fragment((CHUNK, TILE), "float32") for _ in range(HALVES)]
+    def columns(x, n, dq, dk):
+        dq_sum = T.alloc_fragment((CHUNK, TILE), "float32")
+        dk_sum = T.alloc_fragment((CHUNK, TILE), "float32")
         product = T.alloc_fragment((CHUNK, TILE), "float32")
         dots = T.alloc_local((2,), "float32")
         inner = T.alloc_local((1,), "float32")
-        item = T.alloc_var("int32")
-        slot = T.alloc_var("int32")
         count = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
         group = T.alloc_var("int32")
-        item = x.first_item
+        rows = T.alloc_var("int32")
         group = T.truncdiv(hv, hk)
         count = 0
         done = 0
-        while item < slots * hk:
-            slot = T.truncdiv(item, hk)
-            chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
-            rows: T.int32 = T.cast(chunk & 127, "int32")
-            if rows > 0:
-                for n in BOTH:
-                    T.clear(sums[n])
-                for _ in T.unroll(group, unroll_factor=1):
-                    s = count % TOKEN_STAGES
-                    dots[0] = 0.0
-                    dots[1] = 0.0
-                    inner[0] = 0.0
-                    T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
-                    for n in BOTH:
-                        T.barrier_wait(x.state_ready[n], count & 1)
-                        for_do: T.int32 = T.call_extern("int32", "flashqla::anew", s)
-                        for h in BOTH:
-                            T.wgmma_gemm(x.do_smem[for_do, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
-                        T.call_extern("handle", f"flashqla::add_inner_product<{element}>", inner.data, T.address_of(x.s_smem[n, 0, 0, 0]), T.address_of(x.ds_smem[n, 0, 0, 0]))
-                        if n == 0:  # of the first value head, q comes later than the states
-                            T.barrier_wait(x.qk_ready[0], done & 1)
-                        T.wait_wgmma(0)
-                        # Loads of the inner product may still be under way: nothing has waited for them, and an arrival does not. Unfenced, the
-                        # copy of the next states overtook them.
-                        T.fence_proxy_async()
-                        release(x, x.state_free, n)
-                        T.call_extern(
-                            "handle", f"flashqla::add_product<{element}>", sums[n].data, product.data, T.address_of(x.q_smem[n, 0, 0]),
-                            T.address_of(x.record_smem[s, OUT_SCALE, 0]), dots.data,
-                        )
-                    T.barrier_wait(x.sums_free[0], (count & 1) ^ 1)
-                    T.call_extern("handle", "flashqla::put_dots", T.address_of(x.sums[QUERY]), dots.data, T.address_of(x.record_smem[s, OUT_SCALE, 0]))
-                    T.call_extern("handle", "flashqla::put_inner_product", T.address_of(x.sums[0]), inner[0])
-                    T.barrier_arrive(x.sums_ready[0])
-                    release(x, x.tokens_free, s)
-                    T.barrier_wait(x.zx_ready[0], count & 1)
-                    for n in BOTH:
-                        T.wgmma_gemm(x.z_smem, x.k_smem[n, :, :], sums[n])
-                    T.wait_wgmma(0)
-                    release(x, x.zx_free, 0)
-                    count = count + 1
-                if l2norm:
-                    T.call_extern("handle", f"flashqla::take_out_norm<{element}>", sums[0].data, sums[1].data, T.address_of(x.q_smem[0, 0, 0]))
-                release(x, x.qk_free, 0)
-                first: T.int32 = T.cast(chunk >> 7, "int32")
-                T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dq[first, item - slot * hk, 0]), hk * HEAD_DIM,
-                    sums[0].data, sums[1].data, rows)
-                done = done + 1
-            item = item + x.ctas
-
-    @T.macro
-    def key(x, dk):
-        sums = [T.alloc_fragment((CHUNK, TILE), "float32") for _ in range(HALVES)]
-        product = T.alloc_fragment((CHUNK, TILE), "float32")
-        read_dots = T.alloc_local((2,), "float32")
-        written_dots = T.alloc_local((2,), "float32")
-        item = T.alloc_var("int32")
-        slot = T.alloc_var("int32")
-        count = T.alloc_var("int32")  # value heads so far
-        done = T.alloc_var("int32")  # items so far
-        group = T.alloc_var("int32")
-        item = x.first_item
-        group = T.truncdiv(hv, hk)
-        count = 0
-        done = 0
-        while item < slots * hk:
-            slot = T.truncdiv(item, hk)
-            chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
-            rows: T.int32 = T.cast(chunk & 127, "int32")
-            if rows > 0:
-                for n in BOTH:
-                    T.clear(sums[n])
-                for _ in T.unroll(group, unroll_factor=1):
-                    s = count % TOKEN_STAGES
-                    for r in BOTH:
-                        read_dots[r] = 0.0
-                        written_dots[r] = 0.0
-                    T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
-                    for n in BOTH:
-                        T.barrier_wait(x.state_ready[n], count & 1)
-                        for_dy: T.int32 = T.call_extern("int32", "flashqla::anew", s)
-                        for h in BOTH:
-                            T.wgmma_gemm(x.dy_smem[for_dy, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
-                        if n == 0:
-                            T.barrier_wait(x.qk_ready[0], done & 1)
-                        T.wait_wgmma(0)
-                        T.call_extern(
-                            "handle", f"flashqla::add_error_product<{element}>", sums[n].data, product.data, T.address_of(x.k_smem[n, 0, 0]),
-                            T.address_of(x.record_smem[s, 0, 0]), SMALL_BETA, read_dots.data,
-                        )
-                        for_u: T.int32 = T.call_extern("int32", "flashqla::anew", s)
-                        for h in BOTH:
-                            T.wgmma_gemm(x.u_smem[for_u, h, :, :], x.ds_smem[n, h, :, :], product, clear_accum=h == 0)
-                        T.wait_wgmma(0)
-                        release(x, x.state_free, n)
-                        T.call_extern(
-                            "handle", f"flashqla::add_product<{element}>", sums[n].data, product.data, T.address_of(x.k_smem[n, 0, 0]),
-                            T.address_of(x.record_smem[s, KEY_DECAY, 0]), written_dots.data,
-                        )
-                    T.barrier_wait(x.sums_free[0], (count & 1) ^ 1)
-                    T.call_extern("handle", "flashqla::put_dots", T.address_of(x.sums[KEY]), read_dots.data, 0)
-                    T.call_extern("handle", "flashqla::put_dots", T.address_of(x.sums[WRITTEN]), written_dots.data, T.address_of(x.record_smem[s, KEY_DECAY, 0]))
-                    T.barrier_arrive(x.sums_ready[0])
-                    release(x, x.tokens_free, s)
-                    T.barrier_wait(x.zx_ready[0], count & 1)
-                    for n in BOTH:
-                        T.wgmma_gemm(x.x_smem, x.k_smem[n, :, :], sums[n])
-                        T.wgmma_gemm(x.x_smem, x.k_smem[n, :, :], sums[n], transpose_A=True)
-                        T.wgmma_gemm(x.z_smem, x.q_smem[n, :, :], sums[n], transpose_A=True)
-                    T.wait_wgmma(0)
-                    release(x, x.zx_free, 0)
-                    count = count + 1
-                if l2norm:
-                    T.call_extern("handle", f"flashqla::take_out_norm<{element}>", sums[0].data, sums[1].data, T.address_of(x.k_smem[0, 0, 0]))
-                release(x, x.qk_free, 0)
-                first: T.int32 = T.cast(chunk >> 7, "int32")
-                T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dk[first, item - slot * hk, 0]), hk * HEAD_DIM,
-                    sums[0].data, sums[1].data, rows)
-                done = done + 1
-            item = item + x.ctas
+        T.barrier_wait(x.tokens_ready[0], 0)
+        rows = x.work[0, ROWS]
+        while rows > 0:
+            T.clear(dq_sum)
+            T.clear(dk_sum)
+            for _ in T.unroll(group, unroll_factor=1):
+                s = count % TOKEN_STAGES
+                inner[0] = 0.0
+                T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
+                T.barrier_wait(x.state_ready[n], count & 1)
+                for_do: T.int32 = T.call_extern("int32", "flashqla::anew", s)
+                for h in BOTH:
+                    T.wgmma_gemm(x.do_smem[for_do, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
+                T.call_extern(
+                    "handle", f"flashqla::add_inner_product<{element}>", inner.data, T.access_ptr(x.s_smem[n, 0, 0, 0], "r"), T.access_ptr(x.ds_smem[n, 0, 0, 0], "r")
+                )
+                T.barrier_wait(x.qk_ready[0], done & 1)  # of the first value head, they come later than the states
+                T.wait_wgmma(0)
+                T.call_extern(
+                    "handle", f"flashqla::add_product<{element}>", dq_sum.data, product.data, T.access_ptr(x.q_smem[n, 0, 0], "r"),
+                    T.access_ptr(x.record_smem[s, OUT_SCALE, 0], "r"), dots.data,
+                )
+                for_dy: T.int32 = T.call_extern("int32", "flashqla::anew", s)
+                for h in BOTH:
+                    T.wgmma_gemm(x.dy_smem[for_dy, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
+                T.barrier_wait(x.sums_free[0], (count & 1) ^ 1)
+                T.call_extern("handle", "flashqla::put_dots", T.access_ptr(x.sums[QUERY + n * CHUNK], "r"), dots.data, T.access_ptr(x.record_smem[s, OUT_SCALE, 0], "r"))
+                T.call_extern("handle", "flashqla::put_inner_product", T.access_ptr(x.sums[INNER + n * 4], "r"), inner[0])
+                T.wait_wgmma(0)
+                T.call_extern(
+                    "handle", f"flashqla::add_error_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.k_smem[n, 0, 0], "r"),
+                    T.access_ptr(x.record_smem[s, 0, 0], "r"), SMALL_BETA, dots.data,
+                )
+                for_u: T.int32 = T.call_extern("int32", "flashqla::anew", s)
+                for h in BOTH:
+                    T.wgmma_gemm(x.u_smem[for_u, h, :, :], x.ds_smem[n, h, :, :], product, clear_accum=h == 0)
+                T.call_extern("handle", "flashqla::put_dots", T.access_ptr(x.sums[KEY + n * CHUNK], "r"), dots.data, 0)
+                T.wait_wgmma(0)
+                # Loads of the inner product may still be under way: nothing has waited for them, and an arrival does not. Unfenced, the copy of
+                # the next states overtook them.
+                T.fence_proxy_async()
+                release(x, x.state_free, n)
+                T.call_extern(
+                    "handle", f"flashqla::add_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.k_smem[n, 0, 0], "r"),
+                    T.access_ptr(x.record_smem[s, KEY_DECAY, 0], "r"), dots.data,
+                )
+                T.call_extern("handle", "flashqla::put_dots", T.access_ptr(x.sums[WRITTEN + n * CHUNK], "r"), dots.data, T.access_ptr(x.record_smem[s, KEY_DECAY, 0], "r"))
+                T.barrier_arrive(x.sums_ready[0])
+                release(x, x.tokens_free, s)
+                T.barrier_wait(x.zx_ready[0], count & 1)
+                T.wgmma_gemm(x.z_smem, x.k_smem[n, :, :], dq_sum)
+                T.wgmma_gemm(x.x_smem, x.k_smem[n, :, :], dk_sum)
+                T.wgmma_gemm(x.x_smem, x.k_smem[n, :, :], dk_sum, transpose_A=True)
+                T.wgmma_gemm(x.z_smem, x.q_smem[n, :, :], dk_sum, transpose_A=True)
+                T.wait_wgmma(0)
+                release(x, x.zx_free, 0)
+                count = count + 1
+            if l2norm:
+                T.call_extern(
+                    "handle", f"flashqla::take_out_norms<{element}>", dq_sum.data, dk_sum.data, T.access_ptr(x.q_smem[n, 0, 0], "r"), T.access_ptr(x.k_smem[n, 0, 0], "r"),
+                    T.access_ptr(x.norms[done & 1, 0, 0, 0], "r"), n,
+                )
+            release(x, x.qk_free, 0)
+            w = done % WORKS
+            for out, sums in ((dq, dq_sum), (dk, dk_sum)):
+                T.call_extern(
+                    "handle", f"flashqla::store_rows<{element}>", T.address_of(out[x.work[w, FIRST], x.work[w, HEAD], n * TILE]), hk * HEAD_DIM, sums.data,
+                    x.work[w, ROWS],
+                )
+            done = done + 1
+            T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
+            rows = x.work[done % WORKS, ROWS]
 
     @T.macro
     def score_gradient(x, scale):
@@ -207,49 +161,47 @@ def build_gradients(dtype: str, l2norm: bool):
         du = T.alloc_fragment((CHUNK, CHUNK), "float32")
         z = T.alloc_local((CHUNK * CHUNK // WARP_GROUP,), dtype)
         x_out = T.alloc_local((CHUNK * CHUNK // WARP_GROUP,), dtype)
-        item = T.alloc_var("int32")
-        slot = T.alloc_var("int32")
         count = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
         group = T.alloc_var("int32")
-        item = x.first_item
+        rows = T.alloc_var("int32")
         group = T.truncdiv(hv, hk)
         count = 0
         done = 0
-        while item < slots * hk:
-            slot = T.truncdiv(item, hk)
-            chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
-            if chunk & 127 > 0:
-                T.barrier_wait(x.qk_ready[0], done & 1)
-                for n in BOTH:
-                    T.wgmma_gemm(x.q_smem[n, :, :], x.k_smem[n, :, :], qk, transpose_B=True, clear_accum=n == 0)
-                for n in BOTH:
-                    T.wgmma_gemm(x.k_smem[n, :, :], x.k_smem[n, :, :], kk, transpose_B=True, clear_accum=n == 0)
+        T.barrier_wait(x.tokens_ready[0], 0)
+        rows = x.work[0, ROWS]
+        while rows > 0:
+            T.barrier_wait(x.qk_ready[0], done & 1)
+            for n in BOTH:
+                T.wgmma_gemm(x.q_smem[n, :, :], x.k_smem[n, :, :], qk, transpose_B=True, clear_accum=n == 0)
+            for n in BOTH:
+                T.wgmma_gemm(x.k_smem[n, :, :], x.k_smem[n, :, :], kk, transpose_B=True, clear_accum=n == 0)
+            T.wait_wgmma(0)
+            release(x, x.qk_free, 0)
+            for _ in T.unroll(group, unroll_factor=1):
+                s = count % TOKEN_STAGES
+                T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
+                for h in BOTH:
+                    T.wgmma_gemm(x.do_smem[s, h, :, :], x.u_smem[s, h, :, :], dp, transpose_B=True, clear_accum=h == 0)
+                for h in BOTH:
+                    T.wgmma_gemm(x.dy_smem[s, h, :, :], x.u_smem[s, h, :, :], du, transpose_B=True, clear_accum=h == 0)
                 T.wait_wgmma(0)
-                release(x, x.qk_free, 0)
-                for _ in T.unroll(group, unroll_factor=1):
-                    s = count % TOKEN_STAGES
-                    T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
-                    for h in BOTH:
-                        T.wgmma_gemm(x.do_smem[s, h, :, :], x.u_smem[s, h, :, :], dp, transpose_B=True, clear_accum=h == 0)
-                    for h in BOTH:
-                        T.wgmma_gemm(x.dy_smem[s, h, :, :], x.u_smem[s, h, :, :], du, transpose_B=True, clear_accum=h == 0)
-                    T.wait_wgmma(0)
-                    T.barrier_wait(x.sums_free[0], (count & 1) ^ 1)
-                    T.call_extern(
-                        "handle", f"flashqla::score_gradients<{element}>", qk.data, kk.data, dp.data, du.data, T.address_of(x.record_smem[s, 0, 0]),
-                        SMALL_BETA, scale, z.data, x_out.data, T.address_of(x.sums[0]),
-                    )
-                    T.barrier_arrive(x.sums_ready[0])
-                    release(x, x.tokens_free, s)
-                    T.barrier_wait(x.zx_free[0], (count & 1) ^ 1)
-                    T.call_extern("handle", "flashqla::store_tile", T.address_of(x.z_smem[0, 0]), z.data)
-                    T.call_extern("handle", "flashqla::store_tile", T.address_of(x.x_smem[0, 0]), x_out.data)
-                    T.fence_proxy_async()
-                    T.barrier_arrive(x.zx_ready[0])
-                    count = count + 1
-                done = done + 1
-            item = item + x.ctas
+                T.barrier_wait(x.sums_free[0], (count & 1) ^ 1)
+                T.call_extern(
+                    "handle", f"flashqla::score_gradients<{element}>", qk.data, kk.data, dp.data, du.data, T.access_ptr(x.record_smem[s, 0, 0], "r"),
+                    SMALL_BETA, scale, z.data, x_out.data, T.access_ptr(x.sums[0], "r"),
+                )
+                T.barrier_arrive(x.sums_ready[0])
+                release(x, x.tokens_free, s)
+                T.barrier_wait(x.zx_free[0], (count & 1) ^ 1)
+                T.call_extern("handle", "flashqla::store_tile", T.access_ptr(x.z_smem[0, 0], "r"), z.data)
+                T.call_extern("handle", "flashqla::store_tile", T.access_ptr(x.x_smem[0, 0], "r"), x_out.data)
+                T.fence_proxy_async()
+                T.barrier_arrive(x.zx_ready[0])
+                count = count + 1
+            done = done + 1
+            T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
+            rows = x.work[done % WORKS, ROWS]
 
     @T.macro
     def load_tokens(x, first, head, slot, s, ready, stage):
@@ -291,6 +243,8 @@ def build_gradients(dtype: str, l2norm: bool):
                     s = count % TOKEN_STAGES
                     head = k_head * group + e
                     T.barrier_wait(x.tokens_free[s], ((count // TOKEN_STAGES) & 1) ^ 1)
+                    if e == 0:
+                        T.call_extern("handle", "flashqla::put_work", T.access_ptr(x.work[done % WORKS, 0], "r"), rows, first, k_head)
                     if rows == CHUNK:
                         load_tokens(x, first, head, slot, s, x.tokens_ready, s)
                     else:  # the rows past the end belong to another sequence, or to nobody
@@ -330,6 +284,9 @@ def build_gradients(dtype: str, l2norm: bool):
                     count = count + 1
                 done = done + 1
             item = item + x.ctas
+        T.barrier_wait(x.tokens_free[count % TOKEN_STAGES], ((count // TOKEN_STAGES) & 1) ^ 1)
+        T.call_extern("handle", "flashqla::put_work", T.access_ptr(x.work[done % WORKS, 0], "r"), 0, 0, 0)
+        T.barrier_arrive(x.tokens_ready[count % TOKEN_STAGES])
 
     @T.macro
     def finish(x, v, dq, dk, dg, dbeta):
@@ -350,7 +307,7 @@ def build_gradients(dtype: str, l2norm: bool):
                     head = (item - slot * hk) * group + e
                     T.barrier_wait(x.sums_ready[0], count & 1)
                     T.call_extern(
-                        "handle", f"flashqla::gate_gradients<{element}>", T.address_of(x.sums[0]), T.address_of(x.records[slot, head, 0, 0]),
+                        "handle", f"flashqla::gate_gradients<{element}>", T.access_ptr(x.sums[0], "r"), T.address_of(x.records[slot, head, 0, 0]),
                         T.address_of(v[first, head, 0]), v0, T.address_of(x.dv[first, head, 0]), hv * HEAD_DIM,
                         T.address_of(dg[first, head]), T.address_of(dbeta[first, head]), hv, rows, SMALL_BETA,
                     )
@@ -398,18 +355,20 @@ def build_gradients(dtype: str, l2norm: bool):
             z_smem = T.alloc_shared((CHUNK, CHUNK), dtype)
             x_smem = T.alloc_shared((CHUNK, CHUNK), dtype)
             sums = T.alloc_shared((SUMS,), "float32")
+            work = T.alloc_shared((WORKS, WORK), "int32")
+            norms = T.alloc_shared((2, HALVES, CHUNK, 4), "float32") if l2norm else None  # of two items
             tiles = (do_smem, u_smem, dy_smem, s_smem, ds_smem, q_smem, k_smem, z_smem, x_smem)
             T.annotate_layout({smem: make_swizzled_layout(smem) for smem in tiles})
-            qk_ready = T.alloc_barrier([WARP])  # LOAD -> QUERY, KEY, SCORE
-            qk_free = T.alloc_barrier([SCORE_END // WARP])  # QUERY, KEY, SCORE -> LOAD
-            tokens_ready = T.alloc_barrier([WARP] * TOKEN_STAGES)  # LOAD -> QUERY, KEY, SCORE
-            tokens_free = T.alloc_barrier([SCORE_END // WARP] * TOKEN_STAGES)  # QUERY, KEY, SCORE -> LOAD
-            state_ready = T.alloc_barrier([WARP] * HALVES)  # LOAD -> QUERY, KEY
-            state_free = T.alloc_barrier([KEY_END // WARP] * HALVES)  # QUERY, KEY -> LOAD
-            zx_ready = T.alloc_barrier([WARP_GROUP])  # SCORE -> QUERY, KEY
-            zx_free = T.alloc_barrier([KEY_END // WARP])  # QUERY, KEY -> SCORE
-            sums_ready = T.alloc_barrier([SCORE_END])  # QUERY, KEY, SCORE -> FINISH
-            sums_free = T.alloc_barrier([WARP])  # FINISH -> QUERY, KEY, SCORE
+            qk_ready = T.alloc_barrier([WARP])  # LOAD -> COLUMNS, SCORE
+            qk_free = T.alloc_barrier([SCORE_END // WARP])  # COLUMNS, SCORE -> LOAD
+            tokens_ready = T.alloc_barrier([WARP] * TOKEN_STAGES)  # LOAD -> COLUMNS, SCORE
+            tokens_free = T.alloc_barrier([SCORE_END // WARP] * TOKEN_STAGES)  # COLUMNS, SCORE -> LOAD
+            state_ready = T.alloc_barrier([WARP] * HALVES)  # LOAD -> COLUMNS
+            state_free = T.alloc_barrier([WARP_GROUP // WARP] * HALVES)  # COLUMNS -> LOAD
+            zx_ready = T.alloc_barrier([WARP_GROUP])  # SCORE -> COLUMNS
+            zx_free = T.alloc_barrier([RIGHT_END // WARP])  # COLUMNS -> SCORE
+            sums_ready = T.alloc_barrier([SCORE_END])  # COLUMNS, SCORE -> FINISH
+            sums_free = T.alloc_barrier([WARP])  # FINISH -> COLUMNS, SCORE
             tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
 
             tx = T.get_thread_binding()
@@ -417,18 +376,18 @@ def build_gradients(dtype: str, l2norm: bool):
             x = SimpleNamespace(
                 q=q, k=k, do=do, u=u, dv=dv, records=records, states=states, dstates=dstates,
                 do_smem=do_smem, u_smem=u_smem, dy_smem=dy_smem, record_smem=record_smem, s_smem=s_smem, ds_smem=ds_smem,
-                q_smem=q_smem, k_smem=k_smem, z_smem=z_smem, x_smem=x_smem, sums=sums,
+                q_smem=q_smem, k_smem=k_smem, z_smem=z_smem, x_smem=x_smem, sums=sums, work=work, norms=norms,
                 qk_ready=qk_ready, qk_free=qk_free, tokens_ready=tokens_ready, tokens_free=tokens_free, state_ready=state_ready, state_free=state_free,
                 zx_ready=zx_ready, zx_free=zx_free, sums_ready=sums_ready, sums_free=sums_free, tail_ready=tail_ready,
                 tx=tx, first_item=bx, ctas=ctas,
                 of_chunk=(T.address_of(cu_seqlens[0]), offset_step, sequences, tokens),
             )
-            if tx < QUERY_END:
-                T.inc_max_nreg(QUERY_REGISTERS)
-                query(x, dq)
-            elif tx < KEY_END:
-                T.inc_max_nreg(KEY_REGISTERS)
-                key(x, dk)
+            if tx < LEFT_END:
+                T.inc_max_nreg(COLUMNS_REGISTERS)
+                columns(x, 0, dq, dk)
+            elif tx < RIGHT_END:
+                T.inc_max_nreg(COLUMNS_REGISTERS)
+                columns(x, 1, dq, dk)
             elif tx < SCORE_END:
                 T.inc_max_nreg(SCORE_REGISTERS)
                 score_gradient(x, scale)
