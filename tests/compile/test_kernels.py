@@ -198,12 +198,16 @@ def test_chain(arguments: tuple[str, int, str, str]) -> None:
     before_roles = built.source.index("cudaGridDependencySynchronize()") < built.source.index("warpgroup_reg_")
     assert before_roles == (not reverse)
     fence = r"[^;]*; tl::fence_proxy_async\(\); "
-    assert len(re.findall(r"store_tiles\(" + fence + r"s_ready[^;]*arrive\(\);", built.source)) == writes * groups
+    guard = r"(?:\} if \([^;{]*\) \{ )?"  # TileLang repeats a condition around each statement under it
+    handed_out = rf"store_tiles\([^;]*; {guard}tl::fence_proxy_async\(\); {guard}s_ready[^;]*arrive\(\);"
+    assert len(re.findall(handed_out, built.source)) == writes * groups
     assert len(re.findall(r"store_transposed\(" + fence + r"y_ready[^;]*arrive\(\);", built.source)) == writes * groups
     tiles = ["q_smem"] * reverse + ["k_smem", "v_smem", "a_smem"]
     zeroed = r".*".join(rf"zero_rows\([^;]*{tile}" for tile in tiles)
     published = fence + r"\} qk_ready[^;]*arrive\(\); va_ready[^;]*arrive\(\);"
     assert re.search(zeroed + published, built.source)
+    # What is read from shared memory for a product calls for no fence: those of the state, y, P and the last chunk.
+    assert built.source.count("fence_proxy_async") == writes * 2 * groups + reverse + 1
     if writes:
         last = in_order(
             "tma_store(y_desc", "else", "*(uint4*)(y + ", "y_free[", "arrive();", "tma_store_wait<0, false>();"
@@ -216,21 +220,40 @@ def test_gradients(arguments: tuple[str, bool]) -> None:
     built = build("gradients", *arguments)
     kernel = import_module("flashqla.ops.kernels.gradients")
     assert_nothing_was_given_up(built)
-    assert_fits(built, 1, [getattr(kernel, f"{role}_REGISTERS") for role in ("QUERY", "KEY", "SCORE", "SERVICE")])
+    registers = [getattr(kernel, f"{role}_REGISTERS") for role in ("COLUMNS", "COLUMNS", "SCORE", "SERVICE")]
+    assert_fits(built, 1, registers)
     found = built.opcodes
-    # Products of 64x64x64 take 4. dO S^T, dY S^T and U dS^T are 4 of them; dO U^T, dY U^T, Q K^T, K K^T, and the four
-    # with Z and X are 2.
-    assert found["HGMMA"] == 4 * (3 * 4 + 8 * 2)
+    # Products of 64x64x64 take 4. dO S^T, dY S^T and U dS^T, and U^T K for the state that is not stored, are 4 of them;
+    # dO U^T, dY U^T, Q K^T, K K^T, and the four with Z and X are 2.
+    assert found["HGMMA"] == 4 * (4 * 4 + 8 * 2)
+    assert found["LDSM"] == 2 * 2 * 4  # U^T for that state, of both halves of V, by both warpgroups
     assert found["STSM"] == 2 * 4  # Z and X
-    # Tokens, of whole chunks and of the last; states; q and k, of whole chunks and of the last.
-    assert found["UTMALDG"] == 2 * (3 * 2 + 1) + 2 * 4 + 2 * 2 * 2
-    assert found["BAR"] == built.source.count("__syncthreads()") == 1
-    _, (query, key, score, load, finish) = split_roles(built)
-    assert [role.count("store_rows<") for role in (query, key)] == [1, 1]
+    # Tokens, of whole chunks and of the last; states; U, k and record for that state; q and k, of whole chunks and of
+    # the last.
+    assert found["UTMALDG"] == 2 * (3 * 2 + 1) + 2 * 4 + (2 * 2 + 1) + 2 * 2 * 2
+    # Before the roles; each warpgroup that made a state; both with the norms.
+    assert found["BAR"] == 1 + 2 + 2 * arguments[1]
+    assert built.source.count("__syncthreads()") == 1
+    assert "sync_thread_partial" not in built.source
+    _, (left, right, score, load, finish) = split_roles(built)
     fence = r"[^;]*; tl::fence_proxy_async\(\); "
+    for half, role in enumerate((left, right)):
+        assert role.count("store_rows<") == 2  # dq and dk
+        guard = r"[ }]*(?:if \([^;{]*\) \{ )?"  # TileLang repeats a condition around each statement under it
+        made = rf"add_to_state<\w+>\([^;]*;{guard}tl::fence_proxy_async\(\);{guard}__syncwarp\(\);.*"
+        made += rf"tokens_free\[[^;]*arrive\(\);[ }}]*(?:if \([^;{{]*\) \{{ )?flashqla::meet\({9 + half}\);"
+        assert re.search(made, role)
+        # What is written to shared memory for a product, or read by others than products before it is free: no more.
+        assert role.count("fence_proxy_async") == 2
+        assert re.search(r"tl::fence_proxy_async\(\); __syncwarp\(\);[^;]*state_free", role)
+        assert len(re.findall(r"put_dots\(", role)) == 3
+        assert role.count("take_out_norms<") == arguments[1]
+    assert score.count("fence_proxy_async") == 1
     stored = r"store_tile\([^;]*z_smem[^;]*; flashqla::store_tile\([^;]*x_smem"
     assert re.search(stored + fence + r"zx_ready[^;]*arrive\(\);", score)
     assert load.count("zero_rows(") == 3 * 2 + 2 * 2
+    # Whoever waits for tokens may look at what they are of.
+    assert re.search(in_order("put_work(", "tokens_ready[", "arrive();"), load)
     assert [finish.count(name) for name in ("gate_gradients<", "zero_tail<")] == [1, 1]
 
 

@@ -2,7 +2,8 @@
 
     chain, forward   S as an operand; W, U and decay_C / decay U
     chain, reverse   dS as an operand; P; dU; E and scale decay dO; beta dY, which is what gradients reads of dY
-    gradients        Z and X; everything else comes from tensors of the others, and is summed in float32
+    gradients        Z and X; S of every second chunk, and decay_C / decay U for it; everything else comes from tensors of the others, and is
+                     summed in float32
 
 Products of rounded operands in float32 stand for those of the tensor cores. They are compared with the recurrence in
 float64 on the same inputs, as the kernels are on a GPU: what is left is what rounding leaves.
@@ -70,7 +71,9 @@ def backward(
             stages += [(*a, *b) for a, b in zip(entering, reversed(errors), strict=True)]
         parts = [
             gradients(chunk, f, S_in, U, dS_out, D, l2norm, dtype)
-            for chunk, f, (S_in, U), (dS_out, D) in zip(chunks, factors, entering, reversed(errors), strict=True)
+            for chunk, f, (S_in, U), (dS_out, D) in zip(
+                chunks, factors, from_every_second(entering, factors, dtype), reversed(errors), strict=True
+            )
         ]
         for name, pieces in zip(found, zip(*parts, strict=True), strict=False):
             found[name].append(torch.cat([x.transpose(0, 1) for x in pieces])[: end - begin])
@@ -78,6 +81,18 @@ def backward(
     of_keys = {name: rounded(joined[name], dtype) for name in ("dq", "dk", "dv")}
     state = {"dinitial_state": torch.stack(found["dinitial_state"])} if arguments["initial_state"] is not None else {}
     return joined | of_keys | state
+
+
+def from_every_second(
+    entering: list[tuple[Tensor, Tensor]], factors: list[dict[str, Tensor]], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """States as the gradients kernel has them, and U: the first, third, .. are stored, the others follow from those."""
+    states = list(entering)
+    for c in range(1, len(entering), 2):
+        (S, U), f = entering[c - 1], factors[c - 1]
+        write = rounded(f["key_decay"] * U, dtype)
+        states[c] = (rounded(f["chunk_decay"] * S + f["k"].mT @ write, dtype), entering[c][1])
+    return states
 
 
 def chunk_factors(

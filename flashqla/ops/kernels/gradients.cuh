@@ -32,8 +32,36 @@ enum { kRowLog = 0, kColLog = 64, kOutScale = 192, kKeyDecay = 256, kChunkDecay 
 // What is left of beta beside the gradient of V, which a beta that is not small is part of already.
 __device__ __forceinline__ float other_beta(float beta, float small) { return fabsf(beta) < small ? beta : 1.f; }
 
-__device__ __forceinline__ void put_work(int* work, int rows, int first, int head) {
-  if ((threadIdx.x & 31) == 0) *reinterpret_cast<int4*>(work) = make_int4(rows, first, head, 0);
+__device__ __forceinline__ void put_work(int* work, int rows, int first, int head, int ahead) {
+  if ((threadIdx.x & 31) == 0) *reinterpret_cast<int4*>(work) = make_int4(rows, first, head, ahead);
+}
+__device__ __forceinline__ void meet(int barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
+
+// Factors of a token each, for the columns of a tile of 64x64 in registers, as load_transposed leaves it.
+template <typename Element> __device__ __forceinline__ void scale_columns(Element* tile, const float* factors) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 factor = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * (threadIdx.x & 3));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Element* at = tile + 4 * j + 2 * r;
+      at[0] = Element(float(at[0]) * factor.x);
+      at[1] = Element(float(at[1]) * factor.y);
+    }
+  }
+}
+// tile = decay * tile + product
+template <typename Element> __device__ __forceinline__ void add_to_state(void* tile, const float* product, const float* decay) {
+  const unsigned row = own_row(tile);
+  const float kept = decay[0];
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 x = two_columns<Element>(row, r, j);
+      const Element sum[2] = {Element(kept * x.x + product[4 * j + 2 * r]), Element(kept * x.y + product[4 * j + 2 * r + 1])};
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"((row ^ (j << 4)) + r * 1024), "r"(*reinterpret_cast<const unsigned*>(sum)) : "memory");
+    }
 }
 
 // Brings rows of 256 bytes into L2, by a warp: what is to be copied as soon as there is room for it.
@@ -200,10 +228,11 @@ template <typename Element> __device__ __forceinline__ void take_out_norms(float
 
 // out[i, :] of the first `rows` rows, 64 columns. Lanes side by side trade columns, so that a row gets whole sectors of 32 bytes.
 template <typename Element> __device__ __forceinline__ void store_rows(Element* out, long long stride, const float* d, int rows) {
-  const bool odd = threadIdx.x & 1;
+  const int lane = anew(threadIdx.x & 31), odd = lane & 1;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    Element* at = out + row_of(r) * stride + 8 * odd + 2 * (threadIdx.x & 2);
+    const int row = anew(row_of(r));
+    Element* at = out + row * stride + 8 * odd + 2 * (lane & 2);
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       unsigned own[2];
@@ -213,7 +242,7 @@ template <typename Element> __device__ __forceinline__ void store_rows(Element* 
         own[c] = *reinterpret_cast<const unsigned*>(pair);
       }
       const unsigned other = __shfl_xor_sync(~0u, odd ? own[0] : own[1], 1);
-      if (row_of(r) < rows) *reinterpret_cast<uint2*>(at + 8 * j) = odd ? make_uint2(other, own[1]) : make_uint2(own[0], other);
+      if (row < rows) *reinterpret_cast<uint2*>(at + 8 * j) = odd ? make_uint2(other, own[1]) : make_uint2(own[0], other);
     }
   }
 }

@@ -31,6 +31,7 @@ from tilelang.layout import make_swizzled_layout
 from flashqla.ops.kernels.common import (
     BACKWARD_RECORD,
     CHUNK,
+    CHUNK_DECAY,
     CUDA_TYPES,
     HEAD_DIM,
     HOPPER,
@@ -51,7 +52,9 @@ TOKEN_STAGES = 2
 SIZE = 2  # bytes of an element
 SUMS = 14 * CHUNK  # floats, see gradients.cuh
 QUERY, KEY, WRITTEN, INNER = 0, 128, 256, 832  # where sums lie
-ROWS, FIRST, HEAD, WORK = 0, 1, 2, 4  # what LOAD tells the others of an item: its tokens, the first of them, the key head
+# What LOAD tells the others of an item: its tokens, the first of them, the key head, whether the state to come is that of the chunk in front.
+ROWS, FIRST, HEAD, AHEAD, WORK = 0, 1, 2, 3, 4
+MEETING = 9  # of the barriers of an SM, one for each half of K
 WORKS = 4  # items, so that LOAD, at most two value heads ahead, leaves alone what is still to be stored
 LEFT_END, RIGHT_END, SCORE_END = WARP_GROUP, 2 * WARP_GROUP, 3 * WARP_GROUP
 LOAD_END, FINISH_END = SCORE_END + WARP, SCORE_END + 2 * WARP
@@ -63,8 +66,24 @@ COLUMNS_REGISTERS, SCORE_REGISTERS, SERVICE_REGISTERS = 144, 160, 64  # a thread
 def build_gradients(dtype: str, l2norm: bool):
     """The kernel for tokens in `dtype`. l2norm: q and k are normalised by the op, with the norms in the records."""
     element = CUDA_TYPES[dtype]
-    tokens, slots, hk, hv, offsets = (T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "offsets"))
+    tokens, slots, pairs, hk, hv, offsets = (T.dynamic(x) for x in ("tokens", "slots", "pairs", "hk", "hv", "offsets"))
     q0, q1, k0, k1, v0, v1, d0, d1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1", "d0", "d1"))
+
+    @T.macro
+    def advance_state(x, n, product, s):
+        """S that enters the chunk, from S of the one in front, its U and K: decay_C S + (decay_C / decay U)^T K, rounded as it would be stored."""
+        operand = T.alloc_fragment((TILE, CHUNK), dtype)
+        for h in BOTH:
+            T.call_extern("handle", "flashqla::load_transposed", operand.data, T.access_ptr(x.do_smem[s, h, 0, 0], "r"))
+            T.call_extern("handle", f"flashqla::scale_columns<{element}>", operand.data, T.access_ptr(x.record_smem[s, KEY_DECAY, 0], "r"))
+            T.wgmma_gemm(operand, x.u_smem[s, n, :, :], product, clear_accum=True)
+            T.wait_wgmma(0)
+            T.call_extern(
+                "handle", f"flashqla::add_to_state<{element}>", T.access_ptr(x.s_smem[n, h, 0, 0], "r"), product.data, T.access_ptr(x.record_smem[s, CHUNK_DECAY, 0], "r")
+            )
+        T.fence_proxy_async()
+        release(x, x.tokens_free, s)
+        T.call_extern("handle", "flashqla::meet", MEETING + n)
 
     @T.macro
     def columns(x, n, dq, dk):
@@ -73,12 +92,14 @@ def build_gradients(dtype: str, l2norm: bool):
         product = T.alloc_fragment((CHUNK, TILE), "float32")
         dots = T.alloc_local((2,), "float32")
         inner = T.alloc_local((1,), "float32")
-        count = T.alloc_var("int32")  # value heads so far
+        count = T.alloc_var("int32")  # stages of tokens so far
+        heads = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
         group = T.alloc_var("int32")
         rows = T.alloc_var("int32")
         group = T.truncdiv(hv, hk)
         count = 0
+        heads = 0
         done = 0
         T.barrier_wait(x.tokens_ready[0], 0)
         rows = x.work[0, ROWS]
@@ -86,10 +107,14 @@ def build_gradients(dtype: str, l2norm: bool):
             T.clear(dq_sum)
             T.clear(dk_sum)
             for _ in T.unroll(group, unroll_factor=1):
+                T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
+                T.barrier_wait(x.state_ready[n], heads & 1)
+                if x.work[done % WORKS, AHEAD] != 0:
+                    advance_state(x, n, product, count % TOKEN_STAGES)
+                    count = count + 1
+                    T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
                 s = count % TOKEN_STAGES
                 inner[0] = 0.0
-                T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
-                T.barrier_wait(x.state_ready[n], count & 1)
                 for_do: T.int32 = T.call_extern("int32", "flashqla::anew", s)
                 for h in BOTH:
                     T.wgmma_gemm(x.do_smem[for_do, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
@@ -105,7 +130,7 @@ def build_gradients(dtype: str, l2norm: bool):
                 for_dy: T.int32 = T.call_extern("int32", "flashqla::anew", s)
                 for h in BOTH:
                     T.wgmma_gemm(x.dy_smem[for_dy, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
-                T.barrier_wait(x.sums_free[0], (count & 1) ^ 1)
+                T.barrier_wait(x.sums_free[0], (heads & 1) ^ 1)
                 T.call_extern("handle", "flashqla::put_dots", T.access_ptr(x.sums[QUERY + n * CHUNK], "r"), dots.data, T.access_ptr(x.record_smem[s, OUT_SCALE, 0], "r"))
                 T.call_extern("handle", "flashqla::put_inner_product", T.access_ptr(x.sums[INNER + n * 4], "r"), inner[0])
                 T.wait_wgmma(0)
@@ -129,7 +154,7 @@ def build_gradients(dtype: str, l2norm: bool):
                 T.call_extern("handle", "flashqla::put_dots", T.access_ptr(x.sums[WRITTEN + n * CHUNK], "r"), dots.data, T.access_ptr(x.record_smem[s, KEY_DECAY, 0], "r"))
                 T.barrier_arrive(x.sums_ready[0])
                 release(x, x.tokens_free, s)
-                T.barrier_wait(x.zx_ready[0], count & 1)
+                T.barrier_wait(x.zx_ready[0], heads & 1)
                 T.wgmma_gemm(x.z_smem, x.k_smem[n, :, :], dq_sum)
                 T.wgmma_gemm(x.x_smem, x.k_smem[n, :, :], dk_sum)
                 T.wgmma_gemm(x.x_smem, x.k_smem[n, :, :], dk_sum, transpose_A=True)
@@ -137,6 +162,7 @@ def build_gradients(dtype: str, l2norm: bool):
                 T.wait_wgmma(0)
                 release(x, x.zx_free, 0)
                 count = count + 1
+                heads = heads + 1
             if l2norm:
                 T.call_extern(
                     "handle", f"flashqla::take_out_norms<{element}>", dq_sum.data, dk_sum.data, T.access_ptr(x.q_smem[n, 0, 0], "r"), T.access_ptr(x.k_smem[n, 0, 0], "r"),
@@ -161,12 +187,14 @@ def build_gradients(dtype: str, l2norm: bool):
         du = T.alloc_fragment((CHUNK, CHUNK), "float32")
         z = T.alloc_local((CHUNK * CHUNK // WARP_GROUP,), dtype)
         x_out = T.alloc_local((CHUNK * CHUNK // WARP_GROUP,), dtype)
-        count = T.alloc_var("int32")  # value heads so far
+        count = T.alloc_var("int32")  # stages of tokens so far
+        heads = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
         group = T.alloc_var("int32")
         rows = T.alloc_var("int32")
         group = T.truncdiv(hv, hk)
         count = 0
+        heads = 0
         done = 0
         T.barrier_wait(x.tokens_ready[0], 0)
         rows = x.work[0, ROWS]
@@ -179,6 +207,10 @@ def build_gradients(dtype: str, l2norm: bool):
             T.wait_wgmma(0)
             release(x, x.qk_free, 0)
             for _ in T.unroll(group, unroll_factor=1):
+                if x.work[done % WORKS, AHEAD] != 0:  # for COLUMNS
+                    T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
+                    release(x, x.tokens_free, count % TOKEN_STAGES)
+                    count = count + 1
                 s = count % TOKEN_STAGES
                 T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
                 for h in BOTH:
@@ -186,19 +218,20 @@ def build_gradients(dtype: str, l2norm: bool):
                 for h in BOTH:
                     T.wgmma_gemm(x.dy_smem[s, h, :, :], x.u_smem[s, h, :, :], du, transpose_B=True, clear_accum=h == 0)
                 T.wait_wgmma(0)
-                T.barrier_wait(x.sums_free[0], (count & 1) ^ 1)
+                T.barrier_wait(x.sums_free[0], (heads & 1) ^ 1)
                 T.call_extern(
                     "handle", f"flashqla::score_gradients<{element}>", qk.data, kk.data, dp.data, du.data, T.access_ptr(x.record_smem[s, 0, 0], "r"),
                     SMALL_BETA, scale, z.data, x_out.data, T.access_ptr(x.sums[0], "r"),
                 )
                 T.barrier_arrive(x.sums_ready[0])
                 release(x, x.tokens_free, s)
-                T.barrier_wait(x.zx_free[0], (count & 1) ^ 1)
+                T.barrier_wait(x.zx_free[0], (heads & 1) ^ 1)
                 T.call_extern("handle", "flashqla::store_tile", T.access_ptr(x.z_smem[0, 0], "r"), z.data)
                 T.call_extern("handle", "flashqla::store_tile", T.access_ptr(x.x_smem[0, 0], "r"), x_out.data)
                 T.fence_proxy_async()
                 T.barrier_arrive(x.zx_ready[0])
                 count = count + 1
+                heads = heads + 1
             done = done + 1
             T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
             rows = x.work[done % WORKS, ROWS]
@@ -213,6 +246,14 @@ def build_gradients(dtype: str, l2norm: bool):
         T.tma_copy(x.records[slot, head, :, :], x.record_smem[s, :, :], barrier=ready[stage])
 
     @T.macro
+    def load_write(x, first, head, k_head, slot, s):
+        for h in BOTH:
+            column = h * TILE
+            T.tma_copy(x.u[first:first + CHUNK, head, column:column + TILE], x.do_smem[s, h, :, :], barrier=x.tokens_ready[s])
+            T.tma_copy(x.k[first:first + CHUNK, k_head, column:column + TILE], x.u_smem[s, h, :, :], barrier=x.tokens_ready[s])
+        T.tma_copy(x.records[slot, head, :, :], x.record_smem[s, :, :], barrier=x.tokens_ready[s])
+
+    @T.macro
     def load_qk(x, first, k_head, ready):
         for n in BOTH:
             column = n * TILE
@@ -223,28 +264,38 @@ def build_gradients(dtype: str, l2norm: bool):
     def load(x):
         item = T.alloc_var("int32")
         slot = T.alloc_var("int32")
-        count = T.alloc_var("int32")  # value heads so far
+        found = T.alloc_local((4,), "int32")
+        count = T.alloc_var("int32")  # stages of tokens so far
+        heads = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
         tails = T.alloc_var("int32")
         group = T.alloc_var("int32")
         item = x.first_item
         group = T.truncdiv(hv, hk)
         count = 0
+        heads = 0
         done = 0
         tails = 0
         while item < slots * hk:
             slot = T.truncdiv(item, hk)
             k_head: T.int32 = item - slot * hk
-            chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
-            rows: T.int32 = T.cast(chunk & 127, "int32")
-            first: T.int32 = T.cast(chunk >> 7, "int32")
+            T.call_extern("handle", "flashqla::find_chunk", found.data, *x.of_chunk, slot)
+            rows: T.int32 = found[0]
+            first: T.int32 = found[1]
+            pair: T.int32 = found[2]
+            ahead: T.int32 = found[3]
             if rows > 0:
                 for e in T.unroll(group, unroll_factor=1):
-                    s = count % TOKEN_STAGES
                     head = k_head * group + e
-                    T.barrier_wait(x.tokens_free[s], ((count // TOKEN_STAGES) & 1) ^ 1)
+                    T.barrier_wait(x.tokens_free[count % TOKEN_STAGES], ((count // TOKEN_STAGES) & 1) ^ 1)
                     if e == 0:
-                        T.call_extern("handle", "flashqla::put_work", T.access_ptr(x.work[done % WORKS, 0], "r"), rows, first, k_head)
+                        T.call_extern("handle", "flashqla::put_work", T.access_ptr(x.work[done % WORKS, 0], "r"), rows, first, k_head, ahead)
+                    if ahead != 0:  # what the state has to be advanced by, which is a whole chunk: U lies as dO, k as U
+                        load_write(x, first - CHUNK, head, k_head, slot - 1, count % TOKEN_STAGES)
+                        T.barrier_arrive(x.tokens_ready[count % TOKEN_STAGES])
+                        count = count + 1
+                        T.barrier_wait(x.tokens_free[count % TOKEN_STAGES], ((count // TOKEN_STAGES) & 1) ^ 1)
+                    s = count % TOKEN_STAGES
                     if rows == CHUNK:
                         load_tokens(x, first, head, slot, s, x.tokens_ready, s)
                     else:  # the rows past the end belong to another sequence, or to nobody
@@ -260,9 +311,9 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.barrier_arrive(x.tokens_ready[s])
                     # In the order in which shared memory becomes free: q and k are read to the end of an item.
                     for n in BOTH:
-                        T.barrier_wait(x.state_free[n], (count & 1) ^ 1)
+                        T.barrier_wait(x.state_free[n], (heads & 1) ^ 1)
                         for h in BOTH:
-                            T.tma_copy(x.states[slot, head, h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], x.s_smem[n, h, :, :], barrier=x.state_ready[n])
+                            T.tma_copy(x.states[pair, head, h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], x.s_smem[n, h, :, :], barrier=x.state_ready[n])
                             T.tma_copy(x.dstates[slot, head, h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], x.ds_smem[n, h, :, :], barrier=x.state_ready[n])
                         T.barrier_arrive(x.state_ready[n])
                     if e == 0:
@@ -282,10 +333,11 @@ def build_gradients(dtype: str, l2norm: bool):
                             T.fence_proxy_async()
                         T.barrier_arrive(x.qk_ready[0])
                     count = count + 1
+                    heads = heads + 1
                 done = done + 1
             item = item + x.ctas
         T.barrier_wait(x.tokens_free[count % TOKEN_STAGES], ((count // TOKEN_STAGES) & 1) ^ 1)
-        T.call_extern("handle", "flashqla::put_work", T.access_ptr(x.work[done % WORKS, 0], "r"), 0, 0, 0)
+        T.call_extern("handle", "flashqla::put_work", T.access_ptr(x.work[done % WORKS, 0], "r"), 0, 0, 0, 0)
         T.barrier_arrive(x.tokens_ready[count % TOKEN_STAGES])
 
     @T.macro
@@ -328,7 +380,7 @@ def build_gradients(dtype: str, l2norm: bool):
         do: T.StridedTensor((tokens, hv, HEAD_DIM), (d0, d1, 1), dtype),
         u: T.Tensor((tokens, hv, HEAD_DIM), dtype),
         records: T.Tensor((slots, hv, BACKWARD_RECORD, CHUNK), "float32"),
-        states: T.Tensor((slots, hv, HEAD_DIM, HEAD_DIM), dtype),
+        states: T.Tensor((pairs, hv, HEAD_DIM, HEAD_DIM), dtype),
         dstates: T.Tensor((slots, hv, HEAD_DIM, HEAD_DIM), dtype),
         cu_seqlens: T.Tensor((offsets,), "int32"),
         dq: T.Tensor((tokens, hk, HEAD_DIM), dtype),

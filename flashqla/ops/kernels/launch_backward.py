@@ -37,7 +37,7 @@ def backward(
 
     do [B, T, hv, 128] and dht (shaped as the initial state, or None) are the gradients of the results. saved: the
     cumulative gate and A of the forward pass, whose q and k were normalised already; without it they are computed again.
-    Per chunk and value head 64 KB of states and their gradients, 16 KB of U, 8 KB of A and 2.3 KB of factors are allocated.
+    Per chunk and value head 16 KB of states, 32 KB of their gradients, 16 KB of U, 8 KB of A and 2.3 KB of factors are allocated.
     """
     p = problem
     q, k, v, do = (launch._rows(x) for x in (p.q, p.k, p.v, do))
@@ -51,7 +51,9 @@ def backward(
     dv, u = (v.new_empty((tokens, hv, HEAD_DIM)) for _ in range(2))
     records = q.new_empty((slots, hv, BACKWARD_RECORD, CHUNK), dtype=torch.float32)
     dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
-    states, dstates = (q.new_empty((slots, hv, HEAD_DIM, HEAD_DIM)) for _ in range(2))
+    # Of two neighbouring chunks the second enters with a state that the gradients kernel makes from that of the first.
+    pairs = tokens // (2 * CHUNK) + sequences
+    states, dstates = (q.new_empty((count, hv, HEAD_DIM, HEAD_DIM)) for count in (pairs, slots))
     nothing = records.as_strided((sequences, hv, HEAD_DIM, HEAD_DIM), (0, 0, 0, 0))  # stands for a state that is not there
     initial, dfinal = (nothing if x is None else launch._key_first(p, x) for x in (p.initial_state, dht))
     dinitial = None if p.initial_state is None else records.new_empty(p.initial_state.shape)
