@@ -245,7 +245,8 @@ def test_gradients(arguments: tuple[str, bool]) -> None:
         assert re.search(made, role)
         # What is written to shared memory for a product, or read by others than products before it is free: no more.
         assert role.count("fence_proxy_async") == 2
-        assert re.search(r"tl::fence_proxy_async\(\); __syncwarp\(\);[^;]*state_free", role)
+        read = r"add_inner_product<.*tl::fence_proxy_async\(\); __syncwarp\(\); if [^;]*"
+        assert re.search(read + rf"[^d]s_free\[{half}\].*ds_free\[{half}\]", role)
         assert len(re.findall(r"put_dots\(", role)) == 3
         assert role.count("take_out_norms<") == arguments[1]
     assert score.count("fence_proxy_async") == 1

@@ -2,8 +2,8 @@
 
     chain, forward   S as an operand; W, U and decay_C / decay U
     chain, reverse   dS as an operand; P; dU; E and scale decay dO; beta dY, which is what gradients reads of dY
-    gradients        Z and X; S of every second chunk, and decay_C / decay U for it; everything else comes from tensors of the others, and is
-                     summed in float32
+    gradients        Z and X; S of every second chunk, and decay_C / decay U for it; everything else comes from tensors
+                     of the others, and is summed in float32
 
 Products of rounded operands in float32 stand for those of the tensor cores. They are compared with the recurrence in
 float64 on the same inputs, as the kernels are on a GPU: what is left is what rounding leaves.

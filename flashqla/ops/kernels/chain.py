@@ -6,10 +6,10 @@
 Shapes  q, k [T, hk, 128], v (forward) or dO (reverse) [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records of the inverse kernel;
         entering [N, hv, K, V] fp32, bf16 or fp16, leaving the same in fp32, any strides: the initial state (forward), or the gradients of the
         final state and of the initial one (reverse); of a split sequence starts [segments, hv, V, K] fp32, what leaves each segment
-        ->  states [slots, hv, V, K]: S that enters each chunk, or dS of the state that leaves it; y [T, hv, 128]: U, or beta dY, where a
-        beta below SMALL_BETA counts as 1 (the gradient of such a beta cannot be had from beta dY)
+        ->  states [pairs, hv, V, K]: S that enters each second chunk (forward), or [slots, hv, V, K]: dS of the state that leaves each
+        (reverse); y [T, hv, 128]: U, or beta dY, where a beta below SMALL_BETA counts as 1 (the gradient of such a beta cannot be had from beta dY)
 Grid    a CTA per segment (of segment_chunks chunks; 0: a whole sequence), value head and v_tile columns of V
-Cost    per chunk and value head 5 products of 64x64x128 forward, 9 reverse, and about 90 KB of HBM
+Cost    per chunk and value head 5 products of 64x64x128 and 66 KB of HBM forward, 9 and 90 KB reverse
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form; its derivative
 
 Either is the other run backwards, and both are the core of the forward kernel: a state warpgroup keeps 64 columns of the state in fp32 registers,

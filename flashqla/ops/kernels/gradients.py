@@ -6,11 +6,15 @@
     dbeta = dY . U / beta;   dG from q . (scale decay dO S^T), k . (E S^T), k . (decay_C / decay U dS^T), <S, dS>, and
             sums of rows minus sums of columns of P * dP + M * dM;   dg = reverse cumulative sum of dG
 
-Shapes  q, k [T, hk, 128], v, do, U, dv [T, hv, 128], states, dstates [slots, hv, V, K] in bf16 or fp16; records [slots, hv, 9, 64] fp32
+Shapes  q, k [T, hk, 128], v, do, U, dv [T, hv, 128], states [pairs, hv, V, K], dstates [slots, hv, V, K] in bf16 or fp16; records
+        [slots, hv, 9, 64] fp32
         ->  dq, dk [T, hk, 128]; dg, dbeta [T, hv] fp32; rows of dv with a small beta (chain.py) in place
 Grid    persistent CTAs; an item is a chunk and a key head, whose value heads follow each other
-Cost    per chunk and value head 13 products of 64x64x128 and 112 KB of HBM, and per key head 2 products and 64 KB: bound by HBM
+Cost    per chunk and value head 14 products of 64x64x128 and 98 KB of HBM, and per key head 2 products and 64 KB: bound by HBM
 Source  differentiation of the chunkwise form, as in reference/backward.py
+
+Of the states that enter the chunks of a sequence the first, third, .. are there. The next one follows from such a state and from U and K of its
+chunk, which another CTA reads at about the same time, so that they come from L2: S' = decay_C S + (decay_C / decay U)^T K.
 
 dq and dk stay in fp32 registers over the value heads of the group, which come in a fixed order: no partial sums in memory, no atomics.
 
@@ -19,7 +23,8 @@ dq and dk stay in fp32 registers over the value heads of the group, which come i
 
 Halves of K, not dQ and dK, so that both warpgroups have as much to do: of the products three before Z and X, and four with them.
 
-A barrier is named for what it says is ready or free: qk, tokens (dO, U, dY, record of a value head), state (a half of K of S and dS), zx, sums.
+A barrier is named for what it says is ready or free: qk, tokens (dO, U, dY, record of a value head), s and ds (a half of K of
+S and dS), zx, sums.
 """
 
 from types import SimpleNamespace
@@ -55,7 +60,7 @@ QUERY, KEY, WRITTEN, INNER = 0, 128, 256, 832  # where sums lie
 # What LOAD tells the others of an item: its tokens, the first of them, the key head, whether the state to come is that of the chunk in front.
 ROWS, FIRST, HEAD, AHEAD, WORK = 0, 1, 2, 3, 4
 MEETING = 9  # of the barriers of an SM, one for each half of K
-WORKS = 4  # items, so that LOAD, at most two value heads ahead, leaves alone what is still to be stored
+WORKS = 4  # items, so that LOAD, which is no more than two value heads ahead, leaves alone those that are still to be stored
 LEFT_END, RIGHT_END, SCORE_END = WARP_GROUP, 2 * WARP_GROUP, 3 * WARP_GROUP
 LOAD_END, FINISH_END = SCORE_END + WARP, SCORE_END + 2 * WARP
 THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
@@ -108,7 +113,7 @@ def build_gradients(dtype: str, l2norm: bool):
             T.clear(dk_sum)
             for _ in T.unroll(group, unroll_factor=1):
                 T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
-                T.barrier_wait(x.state_ready[n], heads & 1)
+                T.barrier_wait(x.s_ready[n], heads & 1)
                 if x.work[done % WORKS, AHEAD] != 0:
                     advance_state(x, n, product, count % TOKEN_STAGES)
                     count = count + 1
@@ -118,9 +123,6 @@ def build_gradients(dtype: str, l2norm: bool):
                 for_do: T.int32 = T.call_extern("int32", "flashqla::anew", s)
                 for h in BOTH:
                     T.wgmma_gemm(x.do_smem[for_do, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
-                T.call_extern(
-                    "handle", f"flashqla::add_inner_product<{element}>", inner.data, T.access_ptr(x.s_smem[n, 0, 0, 0], "r"), T.access_ptr(x.ds_smem[n, 0, 0, 0], "r")
-                )
                 T.barrier_wait(x.qk_ready[0], done & 1)  # of the first value head, they come later than the states
                 T.wait_wgmma(0)
                 T.call_extern(
@@ -132,8 +134,15 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.wgmma_gemm(x.dy_smem[for_dy, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
                 T.barrier_wait(x.sums_free[0], (heads & 1) ^ 1)
                 T.call_extern("handle", "flashqla::put_dots", T.access_ptr(x.sums[QUERY + n * CHUNK], "r"), dots.data, T.access_ptr(x.record_smem[s, OUT_SCALE, 0], "r"))
-                T.call_extern("handle", "flashqla::put_inner_product", T.access_ptr(x.sums[INNER + n * 4], "r"), inner[0])
+                T.barrier_wait(x.ds_ready[n], heads & 1)
+                T.call_extern(
+                    "handle", f"flashqla::add_inner_product<{element}>", inner.data, T.access_ptr(x.s_smem[n, 0, 0, 0], "r"), T.access_ptr(x.ds_smem[n, 0, 0, 0], "r")
+                )
                 T.wait_wgmma(0)
+                # Loads of the inner product may still be under way: nothing has waited for them, and an arrival does not. Unfenced, the copy of
+                # the next states overtook them.
+                T.fence_proxy_async()
+                release(x, x.s_free, n)
                 T.call_extern(
                     "handle", f"flashqla::add_error_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.k_smem[n, 0, 0], "r"),
                     T.access_ptr(x.record_smem[s, 0, 0], "r"), SMALL_BETA, dots.data,
@@ -142,11 +151,9 @@ def build_gradients(dtype: str, l2norm: bool):
                 for h in BOTH:
                     T.wgmma_gemm(x.u_smem[for_u, h, :, :], x.ds_smem[n, h, :, :], product, clear_accum=h == 0)
                 T.call_extern("handle", "flashqla::put_dots", T.access_ptr(x.sums[KEY + n * CHUNK], "r"), dots.data, 0)
+                T.call_extern("handle", "flashqla::put_inner_product", T.access_ptr(x.sums[INNER + n * 4], "r"), inner[0])
                 T.wait_wgmma(0)
-                # Loads of the inner product may still be under way: nothing has waited for them, and an arrival does not. Unfenced, the copy of
-                # the next states overtook them.
-                T.fence_proxy_async()
-                release(x, x.state_free, n)
+                release(x, x.ds_free, n)
                 T.call_extern(
                     "handle", f"flashqla::add_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.k_smem[n, 0, 0], "r"),
                     T.access_ptr(x.record_smem[s, KEY_DECAY, 0], "r"), dots.data,
@@ -170,11 +177,8 @@ def build_gradients(dtype: str, l2norm: bool):
                 )
             release(x, x.qk_free, 0)
             w = done % WORKS
-            for out, sums in ((dq, dq_sum), (dk, dk_sum)):
-                T.call_extern(
-                    "handle", f"flashqla::store_rows<{element}>", T.address_of(out[x.work[w, FIRST], x.work[w, HEAD], n * TILE]), hk * HEAD_DIM, sums.data,
-                    x.work[w, ROWS],
-                )
+            T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dq[x.work[w, FIRST], x.work[w, HEAD], n * TILE]), hk * HEAD_DIM, dq_sum.data, x.work[w, ROWS])
+            T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dk[x.work[w, FIRST], x.work[w, HEAD], n * TILE]), hk * HEAD_DIM, dk_sum.data, x.work[w, ROWS])
             done = done + 1
             T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
             rows = x.work[done % WORKS, ROWS]
@@ -254,6 +258,14 @@ def build_gradients(dtype: str, l2norm: bool):
         T.tma_copy(x.records[slot, head, :, :], x.record_smem[s, :, :], barrier=x.tokens_ready[s])
 
     @T.macro
+    def load_state(states, slot, head, heads, smem, ready, free):
+        for n in BOTH:
+            T.barrier_wait(free[n], (heads & 1) ^ 1)
+            for h in BOTH:
+                T.tma_copy(states[slot, head, h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], smem[n, h, :, :], barrier=ready[n])
+            T.barrier_arrive(ready[n])
+
+    @T.macro
     def load_qk(x, first, k_head, ready):
         for n in BOTH:
             column = n * TILE
@@ -287,35 +299,31 @@ def build_gradients(dtype: str, l2norm: bool):
             if rows > 0:
                 for e in T.unroll(group, unroll_factor=1):
                     head = k_head * group + e
-                    T.barrier_wait(x.tokens_free[count % TOKEN_STAGES], ((count // TOKEN_STAGES) & 1) ^ 1)
-                    if e == 0:
-                        T.call_extern("handle", "flashqla::put_work", T.access_ptr(x.work[done % WORKS, 0], "r"), rows, first, k_head, ahead)
-                    if ahead != 0:  # what the state has to be advanced by, which is a whole chunk: U lies as dO, k as U
-                        load_write(x, first - CHUNK, head, k_head, slot - 1, count % TOKEN_STAGES)
-                        T.barrier_arrive(x.tokens_ready[count % TOKEN_STAGES])
+                    # In the order in which shared memory becomes free and is needed: a state that has to be advanced comes before the tokens.
+                    for step in T.unroll(ahead + 1, unroll_factor=1):
+                        s = count % TOKEN_STAGES
+                        T.barrier_wait(x.tokens_free[s], ((count // TOKEN_STAGES) & 1) ^ 1)
+                        if T.And(e == 0, step == 0):
+                            T.call_extern("handle", "flashqla::put_work", T.access_ptr(x.work[done % WORKS, 0], "r"), rows, first, k_head, ahead)
+                        if step < ahead:  # by a whole chunk: U lies as dO, k as U
+                            load_write(x, first - CHUNK, head, k_head, slot - 1, s)
+                        elif rows == CHUNK:
+                            load_tokens(x, first, head, slot, s, x.tokens_ready, s)
+                        else:  # the rows past the end belong to another sequence, or to nobody
+                            load_tokens(x, first, head, slot, s, x.tail_ready, 0)
+                            T.barrier_arrive(x.tail_ready[0])
+                            T.barrier_wait(x.tail_ready[0], tails & 1)
+                            tails = tails + 1
+                            for h in BOTH:
+                                T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.do_smem[s, h, 0, 0]), rows)
+                                T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.u_smem[s, h, 0, 0]), rows)
+                                T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.dy_smem[s, h, 0, 0]), rows)
+                            T.fence_proxy_async()
+                        T.barrier_arrive(x.tokens_ready[s])
                         count = count + 1
-                        T.barrier_wait(x.tokens_free[count % TOKEN_STAGES], ((count // TOKEN_STAGES) & 1) ^ 1)
-                    s = count % TOKEN_STAGES
-                    if rows == CHUNK:
-                        load_tokens(x, first, head, slot, s, x.tokens_ready, s)
-                    else:  # the rows past the end belong to another sequence, or to nobody
-                        load_tokens(x, first, head, slot, s, x.tail_ready, 0)
-                        T.barrier_arrive(x.tail_ready[0])
-                        T.barrier_wait(x.tail_ready[0], tails & 1)
-                        tails = tails + 1
-                        for h in BOTH:
-                            T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.do_smem[s, h, 0, 0]), rows)
-                            T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.u_smem[s, h, 0, 0]), rows)
-                            T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.dy_smem[s, h, 0, 0]), rows)
-                        T.fence_proxy_async()
-                    T.barrier_arrive(x.tokens_ready[s])
-                    # In the order in which shared memory becomes free: q and k are read to the end of an item.
-                    for n in BOTH:
-                        T.barrier_wait(x.state_free[n], (heads & 1) ^ 1)
-                        for h in BOTH:
-                            T.tma_copy(x.states[pair, head, h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], x.s_smem[n, h, :, :], barrier=x.state_ready[n])
-                            T.tma_copy(x.dstates[slot, head, h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], x.ds_smem[n, h, :, :], barrier=x.state_ready[n])
-                        T.barrier_arrive(x.state_ready[n])
+                        if step == 0:
+                            load_state(x.states, pair, head, heads, x.s_smem, x.s_ready, x.s_free)
+                            load_state(x.dstates, slot, head, heads, x.ds_smem, x.ds_ready, x.ds_free)
                     if e == 0:
                         T.call_extern("handle", "flashqla::prefetch_rows", T.address_of(x.q[first, k_head, 0]), q0 * SIZE, rows)
                         T.call_extern("handle", "flashqla::prefetch_rows", T.address_of(x.k[first, k_head, 0]), k0 * SIZE, rows)
@@ -332,7 +340,6 @@ def build_gradients(dtype: str, l2norm: bool):
                                 T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.k_smem[n, 0, 0]), rows)
                             T.fence_proxy_async()
                         T.barrier_arrive(x.qk_ready[0])
-                    count = count + 1
                     heads = heads + 1
                 done = done + 1
             item = item + x.ctas
@@ -415,8 +422,10 @@ def build_gradients(dtype: str, l2norm: bool):
             qk_free = T.alloc_barrier([SCORE_END // WARP])  # COLUMNS, SCORE -> LOAD
             tokens_ready = T.alloc_barrier([WARP] * TOKEN_STAGES)  # LOAD -> COLUMNS, SCORE
             tokens_free = T.alloc_barrier([SCORE_END // WARP] * TOKEN_STAGES)  # COLUMNS, SCORE -> LOAD
-            state_ready = T.alloc_barrier([WARP] * HALVES)  # LOAD -> COLUMNS
-            state_free = T.alloc_barrier([WARP_GROUP // WARP] * HALVES)  # COLUMNS -> LOAD
+            s_ready = T.alloc_barrier([WARP] * HALVES)  # LOAD -> COLUMNS
+            s_free = T.alloc_barrier([WARP_GROUP // WARP] * HALVES)  # COLUMNS -> LOAD
+            ds_ready = T.alloc_barrier([WARP] * HALVES)  # LOAD -> COLUMNS
+            ds_free = T.alloc_barrier([WARP_GROUP // WARP] * HALVES)  # COLUMNS -> LOAD
             zx_ready = T.alloc_barrier([WARP_GROUP])  # SCORE -> COLUMNS
             zx_free = T.alloc_barrier([RIGHT_END // WARP])  # COLUMNS -> SCORE
             sums_ready = T.alloc_barrier([SCORE_END])  # COLUMNS, SCORE -> FINISH
@@ -429,7 +438,7 @@ def build_gradients(dtype: str, l2norm: bool):
                 q=q, k=k, do=do, u=u, dv=dv, records=records, states=states, dstates=dstates,
                 do_smem=do_smem, u_smem=u_smem, dy_smem=dy_smem, record_smem=record_smem, s_smem=s_smem, ds_smem=ds_smem,
                 q_smem=q_smem, k_smem=k_smem, z_smem=z_smem, x_smem=x_smem, sums=sums, work=work, norms=norms,
-                qk_ready=qk_ready, qk_free=qk_free, tokens_ready=tokens_ready, tokens_free=tokens_free, state_ready=state_ready, state_free=state_free,
+                qk_ready=qk_ready, qk_free=qk_free, tokens_ready=tokens_ready, tokens_free=tokens_free, s_ready=s_ready, s_free=s_free, ds_ready=ds_ready, ds_free=ds_free,
                 zx_ready=zx_ready, zx_free=zx_free, sums_ready=sums_ready, sums_free=sums_free, tail_ready=tail_ready,
                 tx=tx, first_item=bx, ctas=ctas,
                 of_chunk=(T.address_of(cu_seqlens[0]), offset_step, sequences, tokens),

@@ -47,10 +47,8 @@ def backward(
     slots = tokens // CHUNK + sequences + 1
     dtype = DTYPES[q.dtype]
 
-    dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))
     dv, u = (v.new_empty((tokens, hv, HEAD_DIM)) for _ in range(2))
     records = q.new_empty((slots, hv, BACKWARD_RECORD, CHUNK), dtype=torch.float32)
-    dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
     # Of two neighbouring chunks the second enters with a state that the gradients kernel makes from that of the first.
     pairs = tokens // (2 * CHUNK) + sequences
     states, dstates = (q.new_empty((count, hv, HEAD_DIM, HEAD_DIM)) for count in (pairs, slots))
@@ -91,6 +89,9 @@ def backward(
         q, k, do, A, records, offsets, dfinal, dstates, dv, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
         p.scale, group, step, segments, has_dht, has_dinitial,
     )
+    del A, starts, dstarts  # what comes next may lie where they lay: it is written when those who read them have ended
+    dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))
+    dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
     launch._kernel("gradients", dtype, p.l2norm)(
         q, k, v, do, u, records, states, dstates, offsets, dq, dk, dv, dg, dbeta, p.scale, sequences, step,
         min(slots * hk, sm_count),
