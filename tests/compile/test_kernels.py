@@ -253,6 +253,7 @@ def test_gradients(arguments: tuple[str, bool]) -> None:
     stored = r"store_tile\([^;]*z_smem[^;]*; flashqla::store_tile\([^;]*x_smem"
     assert re.search(stored + fence + r"zx_ready[^;]*arrive\(\);", score)
     assert load.count("zero_rows(") == 3 * 2 + 2 * 2
+    assert [load.count(name) for name in ("prefetch_block(", "prefetch_rows(")] == [2, 2]  # S and dS; q and k
     # Whoever waits for tokens may look at what they are of.
     assert re.search(in_order("put_work(", "tokens_ready[", "arrive();"), load)
     assert [finish.count(name) for name in ("gate_gradients<", "zero_tail<")] == [1, 1]

@@ -71,6 +71,11 @@ __device__ __forceinline__ void prefetch_rows(const void* rows, long long stride
     asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(rows) + (i >> 1) * stride + (i & 1) * 128));
 }
 
+// The same for bytes in a row, by one lane.
+__device__ __forceinline__ void prefetch_block(const void* block, int bytes) {
+  if ((threadIdx.x & 31) == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(block), "r"(bytes));
+}
+
 // sum[i, :] += factor[i] * product[i, :], and dots[i] = product[i, :] . tile[i, :]
 template <typename Element>
 __device__ __forceinline__ void add_rows(float* sum, const float* product, const void* tile, float factor0, float factor1, float* dots) {
