@@ -122,7 +122,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     @T.macro
     def hand_out_y(Y, i, x, w):
         T.barrier_wait(x.y_free[0], (i & 1) ^ 1)
-        T.call_extern("handle", "flashqla::store_transposed", T.access_ptr(x.y_smem[w, 0, 0], "r"), Y.data)
+        T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.y_smem[w, 0, 0]), Y.data)
         T.fence_proxy_async()
         T.barrier_arrive(x.y_ready[0])
 

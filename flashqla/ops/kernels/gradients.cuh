@@ -15,12 +15,18 @@ __device__ __forceinline__ int anew(int x) { asm volatile("" : "+r"(x)); return 
 __device__ __forceinline__ unsigned own_row(const void* tile) {
   return anew(swizzled(static_cast<unsigned>(__cvta_generic_to_shared(tile)), row_of(0), 0) + (threadIdx.x & 3) * 4);
 }
+// Two elements of 16 bits, the first one in the low half. A bf16 is the high half of a float: written as a conversion, it takes one more instruction.
+// kBfloat16 is defined in front of this.
+template <typename Element> __device__ __forceinline__ float2 two_floats(unsigned raw) {
+  if constexpr (kBfloat16) return make_float2(__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u));
+  const Element* values = reinterpret_cast<const Element*>(&raw);
+  return make_float2(float(values[0]), float(values[1]));
+}
 // Columns 8j + 2(t%4) and the next of row row_of(r), from own_row. Rows 8 apart are swizzled alike.
 template <typename Element> __device__ __forceinline__ float2 two_columns(unsigned row, int r, int j) {
   unsigned raw;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(raw) : "r"((row ^ (j << 4)) + r * 1024) : "memory");
-  const Element* values = reinterpret_cast<const Element*>(&raw);
-  return make_float2(float(values[0]), float(values[1]));
+  return two_floats<Element>(raw);
 }
 
 // The sums of a chunk and value head that pass from role to role: vectors of 64 floats, of the first three one for each half of K, `kCols` four
@@ -45,8 +51,9 @@ template <typename Element> __device__ __forceinline__ void scale_columns(Elemen
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       Element* at = tile + 4 * j + 2 * r;
-      at[0] = Element(float(at[0]) * factor.x);
-      at[1] = Element(float(at[1]) * factor.y);
+      const float2 x = two_floats<Element>(*reinterpret_cast<const unsigned*>(at));
+      at[0] = Element(x.x * factor.x);
+      at[1] = Element(x.y * factor.y);
     }
   }
 }
@@ -90,7 +97,7 @@ __device__ __forceinline__ void add_rows(float* sum, const float* product, const
       const float factor = r ? factor1 : factor0;
       sum[4 * j + 2 * r] += factor * p[0];
       sum[4 * j + 2 * r + 1] += factor * p[1];
-      dots[r] += p[0] * x.x + p[1] * x.y;
+      dots[r] = fmaf(p[1], x.y, fmaf(p[0], x.x, dots[r]));
     }
   }
 }
@@ -118,14 +125,20 @@ __device__ __forceinline__ void put_dots(float* out, const float* dots, const fl
 
 // This thread's part of the inner product of two tiles of 128 rows of 128 bytes; elements correspond, whatever the swizzle.
 template <typename Element> __device__ __forceinline__ void add_inner_product(float* sum, const void* x, const void* y) {
+  float low = 0.f, high = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int at = (i * 128 + (threadIdx.x & 127)) * 16;
     const uint4 a = *reinterpret_cast<const uint4*>(static_cast<const char*>(x) + at), b = *reinterpret_cast<const uint4*>(static_cast<const char*>(y) + at);
-    const Element *u = reinterpret_cast<const Element*>(&a), *v = reinterpret_cast<const Element*>(&b);
+    const unsigned *u = reinterpret_cast<const unsigned*>(&a), *v = reinterpret_cast<const unsigned*>(&b);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) sum[0] += float(u[e]) * float(v[e]);
+    for (int e = 0; e < 4; ++e) {
+      const float2 left = two_floats<Element>(u[e]), right = two_floats<Element>(v[e]);
+      low = fmaf(left.x, right.x, low);
+      high = fmaf(left.y, right.y, high);
+    }
   }
+  sum[0] += low + high;
 }
 __device__ __forceinline__ void put_inner_product(float* sums, float sum) {
 #pragma unroll

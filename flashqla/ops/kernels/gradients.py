@@ -230,8 +230,8 @@ def build_gradients(dtype: str, l2norm: bool):
                 T.barrier_arrive(x.sums_ready[0])
                 release(x, x.tokens_free, s)
                 T.barrier_wait(x.zx_free[0], (heads & 1) ^ 1)
-                T.call_extern("handle", "flashqla::store_tile", T.access_ptr(x.z_smem[0, 0], "r"), z.data)
-                T.call_extern("handle", "flashqla::store_tile", T.access_ptr(x.x_smem[0, 0], "r"), x_out.data)
+                T.call_extern("handle", "flashqla::store_tile", T.address_of(x.z_smem[0, 0]), z.data)
+                T.call_extern("handle", "flashqla::store_tile", T.address_of(x.x_smem[0, 0]), x_out.data)
                 T.fence_proxy_async()
                 T.barrier_arrive(x.zx_ready[0])
                 count = count + 1
@@ -404,7 +404,7 @@ def build_gradients(dtype: str, l2norm: bool):
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as bx:
-            T.import_source(cuda("tiles", "records", "segments", "gradients"))
+            T.import_source(f"namespace flashqla {{ constexpr bool kBfloat16 = {int(dtype == 'bfloat16')}; }}\n" + cuda("tiles", "records", "segments", "gradients"))
             tile = (TOKEN_STAGES, HALVES, CHUNK, TILE)  # of tokens: halves of V
             do_smem = T.alloc_shared(tile, dtype)
             u_smem = T.alloc_shared(tile, dtype)

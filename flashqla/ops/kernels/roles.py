@@ -73,6 +73,6 @@ def score(x, scale, dtype):
             P[t, u] = T.if_then_else(u <= t, P[t, u] * (T.exp2(row[t] - col[u]) * scale), 0.0)
         T.barrier_wait(x.p_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
         T.copy(P, P_out)
-        T.call_extern("handle", "flashqla::store_tile", T.access_ptr(x.p_smem[i % STAGES, 0, 0], "r"), P_out.data)
+        T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % STAGES, 0, 0]), P_out.data)
         T.fence_proxy_async()
         T.barrier_arrive(x.p_ready[i % STAGES])
