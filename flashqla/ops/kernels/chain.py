@@ -113,7 +113,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     @T.macro
     def hand_out_state(S_in, i, x, w):
         n = i if reverse else i // 2  # states before it
-        if T.Or(reverse, (x.index + i) & 1 == 0):
+        if T.Or(reverse, (x.chunks_before + i) & 1 == 0):
             T.barrier_wait(x.s_free[0], (n & 1) ^ 1)
             T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
             T.fence_proxy_async()
@@ -253,9 +253,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         for i in T.unroll(x.chunks, unroll_factor=1):
             chunk = x.chunks - 1 - i if reverse else i
             first = x.bos + chunk * CHUNK
-            if T.Or(reverse, (x.index + i) & 1 == 0):
+            if T.Or(reverse, (x.chunks_before + i) & 1 == 0):
                 n = i if reverse else i // 2  # states before it
-                slot = x.slot + chunk if reverse else x.pair + (x.index + i) // 2
+                slot = x.slot + chunk if reverse else x.pair + (x.chunks_before + i) // 2
                 T.barrier_wait(x.s_ready[0], n & 1)
                 for w in T.unroll(groups):
                     row = x.first_column + w * TILE
@@ -373,7 +373,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
                 s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, segment=segment, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
-                slot=slot, pair=bos // (2 * CHUNK) + sequence, index=index * segment_chunks, bos=first, length=length, chunks=chunks, is_first=index == 0, is_inner=is_inner,
+                slot=slot, pair=bos // (2 * CHUNK) + sequence, chunks_before=index * segment_chunks, bos=first, length=length, chunks=chunks, is_first=index == 0, is_inner=is_inner,
                 has_entering=has_entering, has_leaving=has_leaving,
             )
             if tx < WARP_GROUP:

@@ -10,7 +10,7 @@ Shapes  q, k [T, hk, 128], v, do, U, dv [T, hv, 128], states [pairs, hv, V, K], 
         [slots, hv, 9, 64] fp32
         ->  dq, dk [T, hk, 128]; dg, dbeta [T, hv] fp32; rows of dv with a small beta (chain.py) in place
 Grid    persistent CTAs; an item is a chunk and a key head, whose value heads follow each other
-Cost    per chunk and value head 14 products of 64x64x128 and 98 KB of HBM, and per key head 2 products and 64 KB: bound by HBM
+Cost    per chunk and value head 13 products of 64x64x128 and 98 KB of HBM, and per key head 2 products and 64 KB: bound by HBM
 Source  differentiation of the chunkwise form, as in reference/backward.py
 
 Of the states that enter the chunks of a sequence the first, third, .. are there. The next one follows from such a state and from U and K of its

@@ -92,9 +92,11 @@ def backward(
     del A, starts, dstarts  # what comes next may lie where they lay: it is written when those who read them have ended
     dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))
     dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
+    # Every second chunk has a state to be made first: none of the CTAs, which go on by as many items, should meet those alone.
+    ctas = min(slots * hk, sm_count - int(sm_count % (2 * hk) == 0))
     launch._kernel("gradients", dtype, p.l2norm)(
         q, k, v, do, u, records, states, dstates, offsets, dq, dk, dv, dg, dbeta, p.scale, sequences, step,
-        min(slots * hk, sm_count),
+        ctas,
     )
     # fmt: on
     return Backward(
