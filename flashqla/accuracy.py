@@ -56,7 +56,7 @@ class Truth:
 
     outputs: dict[str, Tensor]
     recurrence: bool
-    unstable: str | None  # why errors mean nothing: the rule itself diverges on these inputs
+    unstable: str | None  # why errors mean nothing on these inputs
 
     @property
     def name(self) -> str:
@@ -213,7 +213,9 @@ def beyond(found: Mapping[str, TensorErrors], allowed: Mapping[str, float]) -> l
 
 
 def instability(inputs: Inputs) -> str | None:
-    """Why the rule itself diverges on these inputs, None where it does not."""
+    """Why errors mean nothing on these inputs: they are not finite, or the rule itself diverges. None where they do."""
+    if spoiled := _not_finite(inputs):
+        return f"inputs that are not finite: {spoiled}"
     tokens = inputs.case.tokens if inputs.case.packed else inputs.v.shape[1]
     g, beta, k = (x[:, :tokens].float() for x in (inputs.g, inputs.beta, inputs.k))
     if g.numel() == 0:
@@ -225,6 +227,20 @@ def instability(inputs: Inputs) -> str | None:
         if step > STABLE_STEP:
             return f"outside the stable range: beta |k|^2 of {step:.3g}, above 2"
     return None
+
+
+def _not_finite(inputs: Inputs) -> str:
+    """Entries that spoil every result, as `3 in q, 1 in k`. Not gates of -inf, which are resets, nor rows of a tail."""
+    counts = {}
+    for name in ("q", "k", "v", "g", "beta", "initial_state"):
+        x = inputs.tensors().get(name)
+        if x is None:
+            continue
+        if name != "initial_state" and inputs.case.packed:
+            x = x[:, : inputs.case.tokens]
+        good = x.isfinite() | x.isneginf() if name == "g" else x.isfinite()
+        counts[name] = x.numel() - int(good.count_nonzero())
+    return ", ".join(f"{count} in {name}" for name, count in counts.items() if count)
 
 
 def strong_gates(inputs: Inputs) -> bool:

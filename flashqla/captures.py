@@ -13,7 +13,7 @@ import hashlib
 import importlib
 import inspect
 import json
-import pickle
+import math
 import sys
 import threading
 import warnings
@@ -37,6 +37,7 @@ TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
 SETTINGS = {"scale": None, "use_qk_l2norm_in_kernel": False, "state_v_first": False, "output_final_state": True}
 FORMATS = (".safetensors", ".pt")
 HASH_DIGITS = 12
+MOST_REPEATED = 4 * 2**30  # bytes of a tensor that repeats what its file holds, as an expanded one does
 OP = "chunk_gated_delta_rule"
 # Arguments that say how to run and change nothing about what is computed, in our op and flash-linear-attention's.
 IMMATERIAL = ("auto_cp", "cu_seqlens_cpu", "chunk_indices", "chunk_size")
@@ -58,7 +59,7 @@ def read(path: Path) -> Captured:
         problem = _judge(content)
         if problem.q.dtype == torch.float64:
             raise ArgumentError("captured calls in float64 are not supported", supported="bfloat16, float16, float32")
-        tensors = {name: content[name].detach() for name in TENSORS if content.get(name) is not None}
+        tensors = {name: content[name] for name in TENSORS if content.get(name) is not None}
         if "cu_seqlens" in tensors:
             tensors["cu_seqlens"] = tensors["cu_seqlens"].int()
         case = _case(path, problem, _hash(tensors, content))
@@ -76,7 +77,7 @@ def write(path: Path, arguments: Mapping[str, Any]) -> None:
     """Write the arguments of a call, in one step. Raises ArgumentError for an unknown format, RecordError."""
     format_of(path)
     tensors = {
-        name: x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        name: _resolved(x).to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name in TENSORS
         if (x := arguments.get(name)) is not None
     }
@@ -114,26 +115,53 @@ def _content(path: Path) -> dict[str, Any]:
         raise ArgumentError("not a captured call", given=f"{path}: a {type(content).__name__}", supported="a dict")
     wrong = [f"no {name}" for name in REQUIRED if content.get(name) is None]
     wrong += [f"unknown {name}" for name in content if name not in TENSORS and name not in SETTINGS]
+    wrong += [f"{name} {why}" for name in TENSORS if (why := _strange(content.get(name)))]
     wrong += [
-        f"{name} is no dense tensor"
-        for name in TENSORS
-        if (x := content.get(name)) is not None and not (isinstance(x, Tensor) and x.layout == torch.strided)
-    ]
-    wrong += [
-        f"{name} = {content[name]!r}"
+        f"{name} = {content[name]!r:.80}"
         for name, default in SETTINGS.items()
         if name in content and not isinstance(content[name], bool if default is not None else float | int | None)
     ]
+    if isinstance(scale := content.get("scale"), float | int) and not _finite(scale):
+        wrong.append("scale is not a finite number")
     if wrong:
-        supported = f"{', '.join(TENSORS)}; {', '.join(SETTINGS)}"
-        raise ArgumentError("not a captured call", given=f"{path}: {', '.join(wrong)}", supported=supported)
-    return content
+        supported = f"dense tensors {', '.join(TENSORS)}; settings {', '.join(SETTINGS)}"
+        do = "capture the call again with flashqla.capture"
+        raise ArgumentError("not a captured call", given=f"{path}: {', '.join(wrong)}", supported=supported, do=do)
+    return {name: _resolved(x) if isinstance(x, Tensor) else x for name, x in content.items()}
+
+
+def _resolved(x: Tensor) -> Tensor:
+    """Without the bits for sign and conjugation that torch may keep beside the data, which others do not look for."""
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def _strange(x: Any) -> str:
+    """Why a tensor cannot be read, nothing if it can or is not there."""
+    if x is None:
+        return ""
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        return "is no dense tensor"
+    if x.device.type != "cpu":
+        return f"has no data, only the device {x.device}"
+    held = x.untyped_storage().nbytes()
+    if x.nbytes > max(held, MOST_REPEATED):
+        return f"repeats {held} bytes to {x.nbytes / 2**30:.0f} GiB"
+    return ""
+
+
+def _finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def _unpickled(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # its text tells how to run what is in the file
+    except (OSError, RuntimeError):  # of the file system, and of a zip archive
+        raise
+    except Exception as error:  # a pickle: some of its texts tell how to run what is in the file, others nothing
         raise ValueError("it is damaged, or holds more than tensors, numbers and text") from error
 
 
@@ -144,7 +172,15 @@ def _safe(path: Path) -> dict[str, Any]:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
     metadata.pop("format", None)  # which other writers of such files put there
-    return tensors | {name: json.loads(text.lower()) for name, text in metadata.items()}
+    return tensors | {name: _setting(text) for name, text in metadata.items()}
+
+
+def _setting(text: str) -> Any:
+    """A value from its JSON, or as Python writes it; what is neither, as Infinity, stays a text."""
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
 
 
 def _judge(arguments: Mapping[str, Any]) -> checks.Problem:

@@ -76,6 +76,7 @@ def compare(old: Run, new: Run, thresholds: Thresholds | None = None, allow: Col
     thresholds = thresholds or Thresholds()
     before, after = _rows(old), _rows(new)
     mixes = _mixes(old, new)
+    _refuse_hardware(old, new, mixes, allow)
     _refuse({key: found for key, mix in mixes.items() if (found := {k: v for k, v in mix.items() if k not in allow})})
     ours = {*judged(old), *judged(new)}
     verdicts = [
@@ -88,6 +89,19 @@ def compare(old: Run, new: Run, thresholds: Thresholds | None = None, allow: Col
         for key in {**before, **after}
     ]
     return sorted(verdicts, key=lambda row: (not row.counts, WORDS.index(row.word), -(row.ratio or 0)))
+
+
+def unjudged(verdicts: Sequence[Verdict]) -> tuple[int, str]:
+    """How many rows that count could be judged, and a line about those that could not; no line where there are none."""
+    compared = [row for row in verdicts if row.counts and row.word in COMPARED]
+    unclear = [row for row in compared if row.word == "unclear"]
+    few = sum(row.quantity == "ms" and row.interval is None for row in unclear)
+    judged = len(compared) - len(unclear)
+    if not unclear:
+        return judged, ""
+    why = f", {few} of them with too few samples" if few else ""
+    do = "; measure longer, with --budget and --repeats" if unclear[0].quantity == "ms" else ""
+    return judged, f"{judged} of {len(compared)} rows could be judged: {len(unclear)} unclear{why}{do}"
 
 
 def changes(old: Run, new: Run) -> list[str]:
@@ -226,6 +240,18 @@ def _hardware(run: Run, timing: Timing) -> str:
     return run.environment.cpu if timing.clock == "wall" else run.environment.gpu or "unknown GPU"
 
 
+def _refuse_hardware(old: Run, new: Run, mixes: Mapping[Key, Mapping[Mix, str]], allow: Collection[Mix]) -> None:
+    """Other hardware comes first: it explains all else that differs, rows included."""
+    a, b = ({_hardware(run, record.timing) for record in run.records if record.timing} for run in (old, new))
+    if a and b and not a & b and "hardware" not in allow:
+        names = {"hardware"} | {name for mix in mixes.values() for name in mix} - {*allow}
+        raise UnsupportedError(
+            "these runs were measured on different hardware",
+            given=f"{', '.join(sorted(a))} against {', '.join(sorted(b))}",
+            do=f"measure both on one machine, or allow it: {' '.join(f'--allow {name}' for name in sorted(names))}",
+        )
+
+
 def _refuse(mixes: Mapping[Key, Mapping[Mix, str]]) -> None:
     if mixes:
         texts = dict.fromkeys(text for mix in mixes.values() for text in mix.values())
@@ -300,6 +326,15 @@ def calibrate(runs: Sequence[Run]) -> Thresholds:
     needed = {case_id: max(math.ceil(round(100 * MARGIN * spread, 6)), 1) / 100 for case_id, spread in spreads.items()}
     default = sorted(needed.values())[math.ceil(COVERED * len(needed)) - 1]
     return Thresholds(default, {case_id: value for case_id, value in needed.items() if value > default})
+
+
+def guards_little(thresholds: Thresholds) -> str:
+    """Where a slow-down that any gate should stop would pass; empty where none would."""
+    wide = [case_id for case_id, share in thresholds.cases.items() if share >= USELESS]
+    if thresholds.default < USELESS and not wide:
+        return ""
+    where = "in every case" if thresholds.default >= USELESS else f"in {len(wide)} cases, such as {wide[0]}"
+    return f"these thresholds guard little: a slow-down of {USELESS:.0%} passes {where}"
 
 
 def to_toml(thresholds: Thresholds) -> str:

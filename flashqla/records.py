@@ -5,16 +5,20 @@ version below; optional fields may be added within it.
 """
 
 import json
+import logging
 import math
 import os
+import re
 import shlex
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TextIO
+from zlib import crc32
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -24,11 +28,14 @@ from flashqla.errors import ArgumentError, RecordError
 
 SCHEMA_VERSION: Final = 1
 
+log = logging.getLogger(__name__)
+
 Status = Literal["ok", "missing", "unsupported", "oom", "timeout", "failed", "interrupted"]
 SETTLED: Final = frozenset({"ok", "missing", "unsupported"})  # running it again would give the same status
 Kind = Literal["bench-fwd", "bench-bwd", "bench-fwd+bwd", "verify-fwd", "verify-bwd"]
 
-Positive = Annotated[float, Field(gt=0)]  # a time of 0 or less is a broken clock
+Milliseconds = Annotated[float, Field(ge=1e-9, le=1e12)]  # what is not between is no time, but a broken clock
+Count = Annotated[int, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -58,21 +65,21 @@ class TensorErrors(_Model):
     rel_l2: Finite
     max_abs: Finite
     cosine: Finite
-    nan: int = 0  # entries
-    inf: int = 0  # entries
+    nan: Count = 0  # entries
+    inf: Count = 0  # entries
 
 
 class Timing(_Model):
     """Times in milliseconds."""
 
-    gpu_ms: Positive | None = None  # median of samples: the op alone, on the device (on the CPU: its wall time)
-    gpu_ms_min: Positive | None = None
-    gpu_ms_iqr: Annotated[float, Field(ge=0)] | None = None  # null under 5 samples
-    samples: list[Positive] = []  # ms, in the order they were taken
-    call_ms: Positive | None = None  # median of an eager call, host work included
+    gpu_ms: Milliseconds | None = None  # median of samples: the op alone, on the device (on the CPU: its wall time)
+    gpu_ms_min: Milliseconds | None = None
+    gpu_ms_iqr: Annotated[float, Field(ge=0, le=1e12)] | None = None  # null under 5 samples
+    samples: list[Milliseconds] = []  # ms, in the order they were taken
+    call_ms: Milliseconds | None = None  # median of an eager call, host work included
     l2: Literal["cold", "warm"]
     clock: Literal["graph", "events", "wall"]
-    repeats: int
+    repeats: Count
 
 
 class Record(_Model):
@@ -96,7 +103,7 @@ class Record(_Model):
     bound: Finite = None  # allowed relative L2 error, of the output that comes nearest to its own
     bounds: dict[str, float] = {}  # of every output
     passed: bool | None = None  # errors within the bound
-    runs: int | None = None  # calls of the backend that were compared bit by bit
+    runs: Count | None = None  # calls of the backend that were compared bit by bit
     deterministic: bool | None = None  # these were equal
     kernels: list[str] = []  # names of the kernels that ran, or of the implementation
     compile_s: float | None = None
@@ -200,6 +207,59 @@ def resume(old: Run, new: Run, rows: Sequence[tuple[str, str]]) -> Run:
     return new.model_copy(update={"records": kept, "sessions": [*old.sessions, old.started]})
 
 
+def gather(path: Path) -> tuple[Run, dict[Path, str]]:
+    """The run at `path`, with rows that killed sessions of the same run left in part files beside it.
+
+    Of two records of a row the later counts, unless only the earlier is settled. Also returns what was found in these
+    part files, in words. Raises RecordError where `path` cannot be read.
+    """
+    run = read(path)
+    sessions, found = [run], {}
+    for part in _parts(whole(path)):
+        if part == path:
+            continue
+        try:
+            other = read(part)
+        except RecordError as error:
+            found[part] = f"{error.message}, and is left alone"
+            continue
+        related = _related(run, other)
+        if related:
+            sessions.append(other)
+        found[part] = f"{len(other.records)} rows of {'this run, taken over' if related else 'another run, left alone'}"
+    if len(sessions) == 1:
+        return run, found
+    rows: dict[tuple[str, str], Record] = {}
+    *earlier, last = sorted(sessions, key=lambda session: session.started)
+    for session in (*earlier, last):
+        for record in session.records:
+            key = record.case_id, record.backend
+            if key not in rows or record.status in SETTLED or rows[key].status not in SETTLED:
+                rows[key] = record.model_copy(update={"session": record.session or session.started})
+    starts = {start for session in sessions for start in (*session.sessions, session.started)} - {last.started}
+    return last.model_copy(update={"records": [*rows.values()], "sessions": sorted(starts)}), found
+
+
+def whole(path: Path) -> Path:
+    """The file of a run, by that or by one of its part files."""
+    path = path.resolve() if path.is_symlink() else path
+    return path.with_name(re.sub(rf"{_PART}$", "", path.name))
+
+
+_PART = r"\.jsonl(\.old(\.\d+)?)?"  # of a session at work or killed; .old: moved away by the one after it
+
+
+def _parts(path: Path) -> list[Path]:
+    """Part files beside the file of a run."""
+    name = re.compile(re.escape(path.name) + _PART)
+    return sorted(part for part in path.parent.iterdir() if name.fullmatch(part.name) and part.is_file())
+
+
+def _related(run: Run, other: Run) -> bool:
+    """Whether they are sessions of one run: one resumed the other, or both resumed a third."""
+    return not {run.started, *run.sessions}.isdisjoint({other.started, *other.sessions})
+
+
 def _identity(run: Run) -> dict[str, Any]:
     """All that must be the same in two sessions of one run."""
     facts = {**asdict(run.environment), **run.settings, "kind": run.kind}
@@ -227,15 +287,15 @@ def destination(path: Path) -> Path:
 def write(path: Path, text: str) -> None:
     """Write a file in one step, so that nobody ever sees a part of it. Raises RecordError."""
     with replacing(path) as unfinished:
-        unfinished.write_text(
-            text, encoding="utf-8", errors="backslashreplace"
-        )  # half a surrogate pair, as in "\\ud800"
+        # Half a surrogate pair, as in "\\ud800", is no text that UTF-8 has.
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file to write, which becomes `path` in one step at the end. Raises RecordError."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # A short name: what has room for the name of the file has room for this one.
+    unfinished = path.with_name(f".{crc32(os.fsencode(path.name)):08x}.{os.getpid()}.tmp")
     with _writing(path):
         try:
             yield unfinished
@@ -268,20 +328,22 @@ class Writer:
 
     With a path, records go to the part file `<path>.jsonl` at once, a line each, so that a crash loses none; `read`
     accepts that file too. Opening it here proves the folder writable before anything is measured, and keeps other runs
-    away from the path. Without a path, records are kept in memory only. Raises RecordError.
+    away from the path. One that a killed run left is moved to `aside`, a name not taken yet, until a run that resumed
+    it is complete. Without a path, records are kept in memory only. Raises RecordError.
     """
 
     def __init__(self, path: Path | None, run: Run) -> None:
         self._path, self._run = path, run
         self._records = list(run.records)
         self.part: Path | None = None
+        self.aside: Path | None = None
         self._file: TextIO | None = None
         if path is None:
             return
         self._path = path = destination(path)
         self.part = path.with_name(path.name + ".jsonl")
         with _writing(self.part):
-            self._file = _open_alone(self.part)
+            self._file, self.aside = _open_alone(self.part)
         self._line(_header(run))
         for record in run.records:
             self._line(record.model_dump(mode="json"))
@@ -303,6 +365,8 @@ class Writer:
             write(self._path, to_json(run))
             self.part.unlink(missing_ok=True)
             self._file.close()
+            if not interrupted:
+                _tidy(self._path, run)
         return run
 
     def _line(self, content: dict[str, Any]) -> None:
@@ -312,8 +376,8 @@ class Writer:
                 self._file.flush()
 
 
-def _open_alone(part: Path) -> TextIO:
-    """An empty part file that no other run can open before this one ends. Rows of a run that was killed are kept."""
+def _open_alone(part: Path) -> tuple[TextIO, Path | None]:
+    """An empty part file that no other run can open before this one ends, and where the one before it lies now."""
     import fcntl  # Windows has none, and can read results without it
 
     file = part.open("a", encoding="utf-8")
@@ -322,11 +386,23 @@ def _open_alone(part: Path) -> TextIO:
     except BlockingIOError:
         file.close()
         raise _unwritable(part, "another run is writing it") from None
-    if file.tell():
-        os.replace(part, part.with_name(part.name + ".old"))
-        file.close()
-        return _open_alone(part)
-    return file
+    if not file.tell():
+        return file, None
+    names = (part.with_name(part.name + ".old" + ending) for ending in ("", *(f".{n}" for n in range(2, 10**4))))
+    aside = next(name for name in names if not name.exists())
+    os.replace(part, aside)
+    file.close()
+    return _open_alone(part)[0], aside
+
+
+def _tidy(path: Path, run: Run) -> None:
+    """Remove part files that were moved away, of sessions whose rows are all in the run."""
+    rows = {(record.case_id, record.backend) for record in run.records}
+    for part in _parts(path):
+        with suppress(RecordError, OSError):
+            old = read(part)
+            if _related(run, old) and rows >= {(record.case_id, record.backend) for record in old.records}:
+                part.unlink()
 
 
 def to_json(run: Run) -> str:
@@ -339,11 +415,11 @@ def to_json(run: Run) -> str:
 def read(path: Path) -> Run:
     """A run from its JSON, or from the part file that a killed run left. Raises RecordError with what is wrong."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_bytes()
+    except OSError as error:
         raise RecordError("the result file cannot be read", given=f"{path}: {error}") from error
     try:
-        content = _content(text)
+        content = _content(path, text)
         version = content["schema_version"]
     except RecursionError as error:
         raise RecordError("not a result file of flashqla", given=f"{path}: nested too deep") from error
@@ -351,15 +427,17 @@ def read(path: Path) -> Run:
         raise RecordError("not a result file of flashqla", given=f"{path}: it has no schema_version") from error
     except ValueError as error:  # JSONDecodeError is one
         raise RecordError("not a result file of flashqla", given=f"{path}: {error}") from error
-    if version != SCHEMA_VERSION:
+    if version != SCHEMA_VERSION or type(version) is not int:
         raise RecordError(
-            f"schema version {version} is not supported",
+            f"schema version {_short(repr(version))} is not supported",
             given=str(path),
             supported=f"version {SCHEMA_VERSION}",
             do="read it with the flashqla that wrote it, or with a newer one",
         )
     try:
         run = Run.model_validate(content)
+        # Once more for strict types, which know dates and tuples only in JSON text, and no half surrogate pairs in it.
+        Run.model_validate_json(json.dumps(content, ensure_ascii=False).encode(errors="replace"), strict=True)
     except ValidationError as error:
         given, supported = _misfit(content, error)
         do = "read it with the flashqla that wrote it; flashqla schema says what such a file holds"
@@ -370,14 +448,39 @@ def read(path: Path) -> Run:
     for (case_id, backend), count in rows.items():
         if count > 1:
             raise RecordError("a result file holds a row more than once", given=f"{path}: {backend} on {case_id}")
+    for number, record in enumerate(run.records, start=1):
+        if problem := _contradiction(run, record):
+            raise RecordError(
+                "a record contradicts itself or its file",
+                given=f"{path}: record {number} ({record.case_id} {record.backend}), {problem}",
+                do="leave records as flashqla wrote them, or measure again",
+            )
     return run
+
+
+def _contradiction(run: Run, record: Record) -> str:
+    """What cannot be, given the rest of the record; nothing in one that flashqla wrote."""
+    kind = f"{record.command}-{record.direction}"
+    if kind != run.kind:
+        return f"{kind} in a {run.kind} run"
+    timing = record.timing
+    if timing and timing.samples and timing.gpu_ms is not None:
+        median = statistics.median(timing.samples)
+        if not math.isclose(timing.gpu_ms, median, rel_tol=1e-6):
+            return f"timing.gpu_ms {timing.gpu_ms:g} where the median of its samples is {median:g}"
+    for name, error in record.errors.items() if record.passed else ():
+        if error.nan or error.inf:
+            return f"passed with {error.nan} nan and {error.inf} inf in {name}"
+        if error.rel_l2 is not None and error.rel_l2 > record.bounds.get(name, math.inf) * (1 + 1e-9):
+            return f"passed with rel_l2 {error.rel_l2:g} of {name}, whose bound is {record.bounds[name]:g}"
+    return ""
 
 
 def _misfit(content: dict[str, Any], error: ValidationError) -> tuple[str, str]:
     """The first thing in a file that is not as it should be, with its record and field, and what it should be."""
     first = error.errors()[0]
     place, where = first["loc"], ""
-    if place[0] == "records" and len(place) > 1:
+    if place[:1] == ("records",) and len(place) > 1:
         record = content["records"][place[1]]
         names = [record.get(name) for name in ("case_id", "backend")] if isinstance(record, dict) else []
         name = " ".join(_short(name) for name in names if isinstance(name, str))
@@ -402,24 +505,38 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Run.model_json_schema(mode="serialization")}
 
 
-def _content(text: str) -> dict[str, Any]:
+def _content(path: Path, text: bytes) -> dict[str, Any]:
     """Of a result file; or of a part file: the run without its records, then these, a line each."""
     try:
-        content: dict[str, Any] = json.loads(text)
+        content: dict[str, Any] = _load(text)
         if "records" in content:
             return content
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, UnicodeDecodeError):
         pass
     if not text.strip():
         raise ValueError("the file is empty")
     header, *rest = text.splitlines()
     records = []
-    for line in rest:
+    for number, line in enumerate(rest, start=2):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:  # cut off by a crash
-            break
-    return {**json.loads(header), "interrupted": True, "records": records}
+            records.append(_load(line))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            if number <= len(rest):  # the last is cut off by a crash
+                log.warning("%s: line %d is damaged, and its row is left out", path, number)
+    return {**_load(header), "interrupted": True, "records": records}
+
+
+def _load(text: bytes) -> Any:
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a key that stands twice, of which Python would take the last."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{_short(name)} stands more than once in one object")
+    return content
 
 
 def _header(run: Run) -> dict[str, Any]:

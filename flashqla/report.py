@@ -16,9 +16,23 @@ from xml.etree import ElementTree
 
 from flashqla import junit as xml
 from flashqla import plots, tables
+from flashqla.compare import MIN_SAMPLES
 from flashqla.plots import HEAT
 from flashqla.records import Record, Run, judged, went_wrong
-from flashqla.tables import NOISY, Page, Table, bench_page, blocks, columns, markdown, noisy, page, reached, speedups
+from flashqla.tables import (
+    NOISY,
+    Page,
+    Table,
+    bench_page,
+    blocks,
+    columns,
+    few,
+    markdown,
+    noisy,
+    page,
+    reached,
+    speedups,
+)
 
 CAPTIONS = {
     "latency": (
@@ -28,7 +42,7 @@ CAPTIONS = {
     ),
     "speedup": (
         "Speed-up",
-        "Time of the peer over ours, a line per head count and a column per layout. Above 1, ours is the faster one. "
+        "Time of the other over ours, a line per head count and a column per layout. Above 1, ours is the faster one. "
         "A dash: no time, or a wrong result.",
     ),
     "floor": (
@@ -36,7 +50,7 @@ CAPTIONS = {
         "The least possible time over the measured one: 100 is as fast as the measured ceilings of the device allow.",
     ),
     "accuracy": (
-        "Accuracy against peers",
+        "Accuracy, side by side",
         "Relative L2 error of every case against the float64 recurrence, on a logarithmic axis, in the order of our "
         "error. Lower is more exact, and below the bound a result passes. An error of exactly 0 has no point.",
     ),
@@ -233,7 +247,7 @@ def _percents(run: Run, records: Sequence[Record]) -> list[float]:
 def _means(run: Run) -> list[Table]:
     """A row per head count: geometric means of the ratios, and of a forward pass the median percent of the floor."""
     ours, *peers = columns(run)
-    floor = run.kind == "bench-fwd"
+    floor = bool(_percents(run, run.records))
     if run.kind.startswith("verify") or not run.records:
         return []
     rows = []
@@ -252,7 +266,7 @@ def _troubles(run: Run) -> list[Trouble]:
     groups: dict[tuple[object, ...], Trouble] = {}
     for record in run.records:
         for what in _complaints(record):
-            bad = went_wrong(record) and not what.startswith(("throttled", "noisy"))
+            bad = went_wrong(record) and not what.startswith(("throttled", "noisy", "fewer than"))
             reason = record.reason if record.reason and record.reason != what else ""
             facts = (record.backend, what, reason, record.hint or "", bad)
             groups.setdefault(facts, Trouble(*facts, cases=[])).cases.append(record.case_id)
@@ -268,6 +282,7 @@ def _complaints(record: Record) -> list[str]:
         *["not deterministic"] * (record.deterministic is False),
         *[f"throttled by {', '.join(throttle)}"] * bool(throttle),
         *[f"noisy by more than {NOISY:.0%}"] * noisy(record),
+        *[f"fewer than {MIN_SAMPLES} samples, too few to tell how noisy"] * few(record),
     ]
 
 

@@ -303,7 +303,9 @@ def _verify_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Rec
 def _status(error: BaseException) -> tuple[Status, str]:
     """Status and reason of a row that ended in an error."""
     text = f"{type(error).__name__}: {first_line(error)}"
-    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError) or "out of memory" in text.lower():
+    words = str(error).lower()
+    exhausted = any(sign in words for sign in ("out of memory", "can't allocate memory"))  # of a GPU, and of the host
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError) or exhausted:
         return "oom", " ".join(str(error).split())  # torch names the bytes asked for, and those free
     if isinstance(error, UnsupportedError | NotImplementedError):
         return "unsupported", text

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashqla.compare import DEFAULT_THRESHOLD
+from flashqla.compare import DEFAULT_THRESHOLD, MIN_SAMPLES
 from flashqla.errors import ArgumentError
 from flashqla.records import Kind, Record, Run, TensorErrors, judged, went_wrong
 from flashqla.roofline import CEILINGS, Rates, rates
@@ -23,6 +23,8 @@ TIMED = {
     "bench-fwd+bwd": "forward and backward pass, through autograd",
 }
 NOISY = DEFAULT_THRESHOLD  # interquartile range over median: samples that differ by what `compare` takes for a change
+FEW = f"?: fewer than {MIN_SAMPLES} samples, too few to tell how noisy they are; --budget and --repeats give more."
+SOURCES = ("suite", "cases", "input")  # settings that say where the cases of a run come from
 CLOCKS = {"graph": "CUDA graph replay", "events": "CUDA events", "wall": "wall clock"}
 
 
@@ -133,8 +135,11 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
     backends = columns(run)
     ours, peers = backends[0], backends[1:]
     memory |= run.kind != "bench-fwd" and any(record.peak_bytes is not None for record in run.records)
-    saved = memory and any(record.saved_bytes is not None for record in run.records)
     known = [name for name in backends if any(r.peak_bytes is not None for r in run.records if r.backend == name)]
+    asked, memory = memory, memory and bool(known)
+    saved = memory and any(record.saved_bytes is not None for record in run.records)
+    roof = slice(0, 4) if run.environment.gpu in CEILINGS else slice(1, 3)  # without ceilings, the rates alone
+    titles = [("floor", "ms"), ("TFLOP/s", ours), ("GB/s", ours), ("of floor", ours)][roof] if roofline else []
     counted = known or backends  # a peer without a backward pass needs no memory for one
     notes = _Notes()
     # On the CPU the host is the device, and a call has one time.
@@ -150,8 +155,8 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
             ["", *("ms" for _ in backends), *("call ms" for _ in called), *("faster than" for _ in peers)],
             ["layout", *backends, *called, *peers],
         ]
-        if roofline:
-            head = [[*head[0], "floor", "TFLOP/s", "GB/s", "of floor"], [*head[1], "ms", ours, ours, ours]]
+        if titles:
+            head = [[*head[0], *(title for title, _ in titles)], [*head[1], *(below for _, below in titles)]]
         if memory:
             head = [[*head[0], *("peak MiB" for _ in counted)], [*head[1], *counted]]
         if saved:
@@ -161,13 +166,13 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
             times = [_time(row.get(name), notes) for name in backends]
             calls = [_call(row.get(name)) for name in called]
             cells.append([label(row), *times, *calls, *(_ratio(ratio.get(name)) for name in peers)])
-            cells[-1] += _roof(row.get(ours), run.environment.gpu) if roofline else []
+            cells[-1] += _roof(row.get(ours), run.environment.gpu)[roof] if roofline else []
             records = [row.get(name) for name in counted]
             cells[-1] += [_mib(record.peak_bytes if record else None) for record in records if memory]
             cells[-1] += [_mib(record.saved_bytes if record else None) for record in records if saved]
         if peers:
             cells.append(["geometric mean", *[""] * (len(backends) + len(called)), *_means(block, peers)])
-            cells[-1] += [""] * (4 * roofline + len(counted) * (memory + saved))
+            cells[-1] += [""] * (len(titles) + len(counted) * (memory + saved))
         tables.append(Table(head, cells, title))
     if peers:
         least = [_ratio(min((row[name] for row in ratios if name in row), default=None)) for name in peers]
@@ -181,10 +186,11 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
         *[f"faster than: time of the other / time of {ours}; above 1.00x {ours} is the faster one."] * bool(peers),
         f"n/a: no time, see the note. !: wrong result, so no ratio. *: clocks were throttled{_throttle(run)}.",
         f"~: noisy, the middle half of the samples spans more than {NOISY:.0%} of the time.",
+        *[FEW] * any(few(record) for record in run.records),
         "Means leave out rows without a ratio.",
         *[_roof_legend(run.environment.gpu)] * roofline,
-        *["peak MiB: device memory that a call allocates at its peak, outputs included and inputs not; - on a CPU."]
-        * memory,
+        *["peak MiB: device memory that a call allocates at its peak, outputs included and inputs not."] * memory,
+        *["peak MiB: not known, because it is counted on a GPU alone."] * (asked and not memory),
         *["saved MiB: device memory that a forward pass leaves for the backward pass, its outputs included."] * saved,
     ]
     return Page(_title(run), facts(run), tables, [*legend, *_kernels(run), *notes.lines()])
@@ -280,7 +286,7 @@ def facts(run: Run) -> dict[str, str]:
     timings = [record.timing for record in run.records if record.timing]
     timing = [f"L2 {timings[0].l2}", " or ".join(dict.fromkeys(CLOCKS[t.clock] for t in timings))] if timings else []
     timing += [f"{_range(len(t.samples) for t in timings)} samples per time"] if timings else []
-    timing += [f"{name} {settings[name]}" for name in ("suite", "seed", "device") if settings.get(name) is not None]
+    timing += [f"{name} {settings[name]}" for name in (*SOURCES, "seed", "device") if settings.get(name) is not None]
     return {
         "started": run.started.isoformat() + _resumed(run) + (", interrupted" if run.interrupted else ""),
         "device": ", ".join(device),
@@ -358,6 +364,11 @@ def noisy(record: Record) -> bool:
     return bool(timing and timing.gpu_ms and timing.gpu_ms_iqr and timing.gpu_ms_iqr > NOISY * timing.gpu_ms)
 
 
+def few(record: Record) -> bool:
+    """Whether the samples of a time are too few to tell how far apart they lie."""
+    return bool(record.timing and record.timing.gpu_ms and len(record.timing.samples) < MIN_SAMPLES)
+
+
 def reached(record: Record, gpu: str | None) -> Rates | None:
     """What the time of a forward pass comes to; None for a record without a time and a right result."""
     gpu_ms = right_ms(record)
@@ -395,7 +406,7 @@ def _time(record: Record | None, notes: _Notes) -> str:
         return "n/a" + notes.mark(record)
     wrong = "!" if record.passed is False else ""
     throttled = "*" if record.clocks and record.clocks.throttle else ""
-    return _ms(record.timing.gpu_ms) + wrong + throttled + "~" * noisy(record) + notes.mark(record)
+    return _ms(record.timing.gpu_ms) + wrong + throttled + "~" * noisy(record) + "?" * few(record) + notes.mark(record)
 
 
 def _call(record: Record | None) -> str:

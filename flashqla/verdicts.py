@@ -4,9 +4,11 @@ import json as json_text
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from textwrap import fill
 from typing import Literal
 
-from flashqla.compare import COMPARED, CONFIDENCE, REGRESSIONS, WORDS, Verdict, changes
+from flashqla.compare import COMPARED, CONFIDENCE, REGRESSIONS, WORDS, Verdict, changes, unjudged
+from flashqla.device import PEERS
 from flashqla.junit import Outcome, suite
 from flashqla.junit import text as junit_text
 from flashqla.records import Run
@@ -35,11 +37,17 @@ def json(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = Fal
 
 
 def junit(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = False) -> str:
-    """A test case per row. One that counts and got worse is a failure; one that could not be compared is skipped."""
+    """A test case per row. One that counts and got worse is a failure; one that could not be compared is skipped.
+
+    Where no row could be judged, one test more fails: a suite of skipped tests would look as if all was well.
+    """
     outcomes = [
         Outcome(row.backend, f"{row.case_id} {row.direction}", _result(row), row.word, _message(row))
         for row in verdicts
     ]
+    judged, line = unjudged(verdicts)
+    if line and not judged:
+        outcomes.append(Outcome("flashqla compare", "rows that could be judged", "failure", "unclear", line))
     return junit_text(suite(f"flashqla compare {new.kind}", new.started.isoformat(), outcomes))
 
 
@@ -90,6 +98,7 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
     ]
     hidden = Counter(row.word for row in verdicts) - Counter(row.word for row in rows)
     alone = ", ".join(f"{count} {word}" for word, count in hidden.items() if word != "same")
+    idle = dict.fromkeys("peers" if row.backend in PEERS else row.backend for row in verdicts if not row.counts)
     legend = [
         *[
             "ratio: median time, new / old. "
@@ -100,12 +109,12 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
         *["error: relative L2, of the output whose error grew most. worse, better: beyond the threshold."]
         * (not timed),
         f"Thresholds: {_thresholds(verdicts)}.",
-        *["Rows of peers are shown and fail nothing."] * any(not row.counts for row in verdicts),
+        *[f"Rows of {', '.join(idle)} are shown and fail nothing."] * bool(idle),
         *[f"Rows that stayed the same are not listed: {hidden['same']} (--all lists them)."] * bool(hidden["same"]),
         *[f"No row has a result in both runs. Those of one alone are not listed: {alone} (--all lists them)."]
         * bool(alone),
     ]
-    facts = {"old": _identity(old), "new": _identity(new), "changed": ", ".join(changes(old, new)) or "nothing"}
+    facts = {"old": _identity(old), "new": _identity(new), "changed": _wrapped(changes(old, new)) or "nothing"}
     words = (1, len(head) - 2, len(head) - 1)
     return Page(
         f"flashqla compare {new.kind.replace('-', ' ')}",
@@ -114,6 +123,11 @@ def _page(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool) -> 
         legend,
         _summary(verdicts),
     )
+
+
+def _wrapped(changed: Sequence[str]) -> str:
+    """On lines that a terminal holds, below each other; Markdown joins them again."""
+    return fill(", ".join(changed), 108, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
 
 
 def _telling(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -142,13 +156,20 @@ def _counts(verdicts: Sequence[Verdict]) -> dict[str, Counter[str]]:
 
 
 def _summary(verdicts: Sequence[Verdict]) -> list[str]:
-    """A line per backend, those that count first."""
-    peers = {row.backend for row in verdicts if not row.counts}
-    return [
-        f"{backend}{' (a peer)' if backend in peers else ''}: "
+    """How many rows could not be judged, if any; then a line per backend, those that count first."""
+    _, line = unjudged(verdicts)
+    idle = {row.backend for row in verdicts if not row.counts}
+    counts = [
+        f"{backend}{_role(backend) if backend in idle else ''}: "
         + ", ".join(f"{count[word]} {word}" for word in WORDS if count[word])
         for backend, count in _counts(verdicts).items()
-    ] or ["no rows"]
+    ]
+    return [*[f"{line}."] * bool(line), *counts] or ["no rows"]
+
+
+def _role(backend: str) -> str:
+    """What a backend is whose rows do not count."""
+    return " (a peer)" if backend in PEERS else " (does not count)"
 
 
 def _message(row: Verdict) -> str:
@@ -179,7 +200,8 @@ def _note(row: Verdict) -> str:
 
 
 def _thresholds(verdicts: Sequence[Verdict]) -> str:
-    return ", ".join(f"{share:.3g}%" for share in sorted({100 * row.threshold for row in verdicts})) or "none"
+    percents = sorted({100 * row.threshold for row in verdicts})
+    return ", ".join(f"{share:.0f}%" if share >= 100 else f"{share:.3g}%" for share in percents) or "none"
 
 
 def _data(words: str) -> str:

@@ -68,8 +68,14 @@ if ((${#runs[@]})); then
 fi
 
 case $code in
-0) outcome='Nothing got worse.' ;;
+0)
+  outcome='Nothing got worse.'
+  if grep -qE '^[0-9]+ of [0-9]+ rows could be judged' "$out/comment.md"; then
+    outcome='Nothing that could be judged got worse; some rows could not be judged, see below.'
+  fi
+  ;;
 1) outcome='**A wrong result, a failed row or a regression.**' ;;
+4) outcome='**Not judged: exit code 4.** There was nothing to run or to compare, or no row could be judged; see below.' ;;
 *) outcome="**Not judged: exit code $code.** The log of the job says why." ;;
 esac
 if ((${#runs[@]} && ! code)) && [[ ! -f $baseline/verify.json || ! -f $baseline/bench-fwd.json ]]; then

@@ -4,13 +4,14 @@ import os
 import signal
 import sys
 import traceback
+from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from flashqla.cli import bench, cases, compare, console, doctor, explain, report, show, verify, warmup
-from flashqla.errors import FlashqlaError
+from flashqla.errors import FlashqlaError, RecordError
 
 EXIT_CODES = """\b
 Exit codes:
@@ -18,7 +19,7 @@ Exit codes:
   1    a wrong result, a row that failed, or a regression
   2    wrong usage
   3    something is missing or unsupported on this machine
-  4    nothing to run or to compare
+  4    nothing to run, to compare or to judge
   70   a bug in flashqla
   130  interrupted by Ctrl-C or SIGTERM; finished rows are kept
 """
@@ -92,8 +93,33 @@ def root(
     pass
 
 
+class _Results(FileIO):
+    """What stdout writes to. A disk that is full is a known error, once; a reader that has gone stays what it is."""
+
+    failed = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) if not self.failed else len(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.failed = True  # what is buffered is written once more at the end of the process
+            raise RecordError("stdout cannot be written", given=error.strerror or "") from error
+
+
+class _Notes(FileIO):
+    """What stderr writes to. Notes that cannot be written are lost, and change nothing else."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
 def _open_streams() -> None:
-    """Give the process its three descriptors, and streams that can write any character.
+    """Give the process its three descriptors, and streams that can write any character, or say that they cannot.
 
     A descriptor that the caller closed would go to the next file that is opened, and what libraries print with it.
     """
@@ -102,10 +128,11 @@ def _open_streams() -> None:
             os.fstat(descriptor)
         except OSError:
             os.set_inheritable(os.open(os.devnull, mode), True)  # takes the lowest free one, which is this
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name) or os.fdopen(descriptor, "w", closefd=False)  # None where it was closed
-        stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, stream)
+    for name, descriptor, kind in (("stdout", 1, _Results), ("stderr", 2, _Notes)):
+        raw = kind(descriptor, "w", closefd=False)
+        lines = name == "stderr" or raw.isatty()
+        encoding = getattr(getattr(sys, name), "encoding", None)  # there is no stream where it was closed
+        setattr(sys, name, TextIOWrapper(BufferedWriter(raw), encoding, "backslashreplace", line_buffering=lines))
 
 
 def main() -> None:

@@ -24,6 +24,9 @@ HELP = """Time {what}. Every result is checked before its time counts.
 On a Hopper GPU: our kernels and the peers on the {rows} rows of suite {gpu}. Elsewhere: PyTorch on the CPU, suite
 {cpu}. --cases and --input run what is in these files instead, or besides --suite. A peer that is missing or fails keeps
 its column, with the reason. Cases run in a process of their own: one that crashes or hangs costs its row, not the run.
+
+A row of slow calls gets fewer samples than --repeats asks for, as many as fit in --budget and at least 3. Below 5 the
+table marks it with a ?, and compare cannot judge it.
 """
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, epilog=EXAMPLES)
@@ -49,8 +52,9 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
         backend: options.BackendOption = None,
         device: options.DeviceOption = None,
         repeats: Annotated[
-            int, typer.Option("--repeats", min=1, metavar="N", help="Samples per row and backend.")
+            int, typer.Option("--repeats", min=1, metavar="N", help="Samples per row and backend, at most.")
         ] = 12,
+        budget: options.BudgetOption = options.BUDGET_S,
         l2: Annotated[options.L2, typer.Option("--l2", help="Cache before a sample; GPU only.")] = options.L2.cold,
         seed: options.SeedOption = 0,
         json: options.JsonOption = None,
@@ -70,7 +74,7 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
         from flashqla.tables import bench_page, check_columns, text
 
         check_columns(kind, roofline=roofline, memory=memory)
-        where = session.choose_device(device, strict=strict)
+        where, note = session.choose_device(device, strict=strict)
         captured = captured or []
         suites = suite or ([] if cases or captured else suites_here[where])
         wanted = options.chosen_cases(
@@ -82,7 +86,7 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
         names = backend or backends.defaults("bench", where)
         chosen = backends.create(names, where)
         timeout_s = None if in_process else timeout
-        config = measure.Config(repeats=repeats, l2=l2.value)
+        config = measure.Config(repeats=repeats, l2=l2.value, budget_s=budget)
         session.run(
             kind,
             partial(
@@ -90,13 +94,15 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
             ),
             rows=[(case.id, name) for case in wanted for name in dict.fromkeys(names)],
             settings={
-                "suite": options.named(suites, cases, captured),
+                **options.sources(suites, cases, captured),
                 "device": where,
                 "seed": seed,
                 "repeats": repeats,
+                "budget_s": budget,
                 "l2": l2.value,
             },
             render=lambda run: text(bench_page(run, roofline=roofline, memory=memory)),
+            note=note,
             json=json,
             out=out,
             resume=resume,

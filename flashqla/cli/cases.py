@@ -35,3 +35,5 @@ def cases(
         return
     width = max(len(case.id) for case in chosen)
     console.result("\n".join(f"{case.id:<{width}}  {case.note or case.model}".rstrip() for case in chosen))
+    if not suite and not file:
+        console.note(f"these are the cases of suite hard; --suite takes {options.SUITE_NAMES}")

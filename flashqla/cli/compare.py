@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashqla.cli import console, options
-from flashqla.errors import NothingToDo
+from flashqla.errors import ArgumentError, NothingToDo
 
 if TYPE_CHECKING:
     from flashqla.compare import Thresholds, Verdict
@@ -22,7 +22,7 @@ Exit codes:
   1  a row is slower or worse, or failed; with --strict also unclear or missing
   2  wrong usage, or a file that cannot be read
   3  runs that cannot be compared: other L2 mode, clock or hardware
-  4  nothing was compared, or there is no baseline
+  4  nothing was compared, no row could be judged (all unclear), or there is no baseline
 
 \b
 Examples:
@@ -85,7 +85,7 @@ def compare(
     from flashqla.verdicts import FORMATS
 
     limits = comparing.read_thresholds(thresholds) if thresholds else comparing.Thresholds()
-    limits = replace(limits, default=comparing.threshold(fail)) if fail else limits
+    limits = replace(limits, default=comparing.threshold(fail)) if fail is not None else limits
     after = comparing.only(read(new), backend or ())
     before = comparing.only(_baseline(old, after, allow_missing_baseline), backend or ())
     verdicts = comparing.compare(before, after, limits, [mix.value for mix in allow or ()])
@@ -102,6 +102,9 @@ def compare(
             given=f"{old} has {_rows(before)}, {new} has {_rows(after)}",
             do="compare runs of the same suite and backends, or pass --allow-missing-baseline",
         )
+    judged, line = comparing.unjudged(verdicts)
+    if line and not judged:
+        raise NothingToDo("no row could be judged", given=line, do="make both runs again, such as with --budget 30")
 
 
 def _rows(run: "Run") -> str:
@@ -132,16 +135,6 @@ def _warn_of_idle_patterns(limits: "Thresholds", verdicts: Sequence["Verdict"]) 
             console.note(f"no row has the threshold of {pattern!r}")
 
 
-def _warn_of_a_useless_gate(limits: "Thresholds") -> None:
-    from flashqla.compare import USELESS
-
-    wide = [case_id for case_id, share in limits.cases.items() if share >= USELESS]
-    if limits.default >= USELESS or wide:
-        where = "in every case" if limits.default >= USELESS else f"in {len(wide)} cases, such as {wide[0]}"
-        console.note(f"these thresholds guard little: a slow-down of {USELESS:.0%} passes {where}")
-        console.hint("calibrate with runs of more --repeats, taken while the machine does nothing else")
-
-
 def calibrate(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Runs of one build on one machine.")],
     backend: BackendOption = None,
@@ -151,17 +144,27 @@ def calibrate(
 
     From how far their times lie apart, and half as much again. The result is a file for compare --thresholds. Three
     runs or more, taken at different times of the day, show more of the noise than two in a row. Runs so noisy that a
-    slow-down of 10% would pass get a warning.
+    slow-down of 10% would pass get a warning, also in the file.
     """
     from flashqla import compare as comparing
     from flashqla.records import read
 
+    if len({path.resolve() for path in runs}) < len(runs):
+        raise ArgumentError(
+            "a run is given twice",
+            given=" ".join(map(str, runs)),
+            do="name each file once",
+        )
     loaded = [comparing.only(read(path), backend or ()) for path in runs]
     limits = comparing.calibrate(loaded)
+    little = comparing.guards_little(limits)
     env = loaded[0].environment
     console.result(
         f"# Half as much again as the times of {len(loaded)} runs of one build lay apart.\n"
         f"# flashqla {env.flashqla}, kernels {env.kernel_fingerprint}, {env.gpu or env.cpu}\n"
-        f"{comparing.to_toml(limits)}"
+        + f"# Beware: {little}.\n" * bool(little)
+        + f"{comparing.to_toml(limits)}"
     )
-    _warn_of_a_useless_gate(limits)
+    if little:
+        console.note(little)
+        console.hint("calibrate with runs of a longer --budget and more --repeats, while the machine does nothing else")

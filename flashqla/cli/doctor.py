@@ -5,10 +5,12 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+import flashqla
 from flashqla import device
 from flashqla.cli import console
 from flashqla.errors import EnvironmentProblem
@@ -18,6 +20,9 @@ Examples:
   flashqla doctor
   flashqla doctor --json
 """
+
+
+ROOT = Path(flashqla.__file__).parents[1]  # of a checkout, or a folder of packages
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def examine() -> Iterator[Check]:
 
     compiler = device.nvcc()
     if compiler is None:
-        yield Check("nvcc", needed, "not found", "pip install 'flashqla[nvcc]', or set CUDA_HOME to a CUDA toolkit")
+        yield Check("nvcc", needed, "not found", f"{_install('nvcc')}, or set CUDA_HOME to a CUDA toolkit")
     else:
         yield Check("nvcc", "ok", f"{compiler[1]}, {compiler[0]}")
     yield _torch(card is not None)
@@ -85,7 +90,15 @@ def examine() -> Iterator[Check]:
         yield Check(name, "ok", version) if version else Check(name, "note", "not installed", fix)
     yield _kernels(needed)
     for name in device.PEERS:
-        yield _peer(name, versions[name], hopper)
+        yield _peer(name, versions[name], card is not None, hopper)
+
+
+def _install(extra: str) -> str:
+    """The command that installs an extra: in a checkout, the versions that were tested together."""
+    constraints = ROOT / "constraints.txt"
+    if constraints.is_file():
+        return f"pip install --constraint {constraints} --editable '{ROOT}[{extra}]'"
+    return f"pip install 'flashqla[{extra}]'"
 
 
 def _torch(has_gpu: bool) -> Check:
@@ -108,12 +121,14 @@ def _kernels(needed: Literal["note", "problem"]) -> Check:
     return Check("kernels", "ok", "load; they are compiled at the first call and kept on disk")
 
 
-def _peer(name: str, version: str | None, hopper: bool) -> Check:
+def _peer(name: str, version: str | None, has_gpu: bool, hopper: bool) -> Check:
     problem = None if version else "not installed"
     if version and hopper:  # where peers can run, an import tells more than a version
         from flashqla.backends import create
 
         problem = create([name], "cuda")[0].missing()
+    if problem and not has_gpu:
+        return Check(name, "note", f"{problem}; peers need a GPU")
     if problem:
-        return Check(name, "note", problem, "pip install 'flashqla[peers]'; without it the column says n/a")
+        return Check(name, "note", problem, f"{_install('peers')}; without it the column says n/a")
     return Check(name, "ok", version or "")

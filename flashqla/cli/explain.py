@@ -20,6 +20,7 @@ Examples:
   flashqla explain
   flashqla explain --heads 16,64 --lengths 4096,28672 --dtype float16
 """
+OF_KERNELS = ("v_tile", "kernels", "segment_chunks", "inverse_ctas")  # of a plan: PyTorch has none of it
 MAX_ROWS = 2**48  # of heads and tokens; PyTorch counts the bytes of a tensor in 63 bits
 
 
@@ -50,16 +51,19 @@ def explain(
     if hv * sum(tokens) > MAX_ROWS:
         raise ArgumentError("no tensor is that large", given=f"{hv} value heads, {sum(tokens)} tokens")
     case = Case(hk, hv, tokens, dtype=dtype.value)
-    where = session.choose_device(device)
+    where, note = session.choose_device(device)
     with console.results_only():
         plan = _plan(case, where)
+    if note:
+        console.note(note)
     facts = {"problem": f"hk{hk}-hv{hv}/{case.layout}/{case.dtype}", "device": where, **asdict(plan)}
     if json:
         console.result(json_text.dumps(facts, indent=2))
     else:
-        console.result("\n".join(f"{name:<20}{_words(value)}" for name, value in facts.items()))
+        shown = [name for name in facts if plan.implementation != "torch" or name not in OF_KERNELS]
+        console.result("\n".join(f"{name:<20}{_words(facts[name])}" for name in shown))
     if strict and plan.implementation == "torch":
-        raise UnsupportedError("no kernel serves this problem", given="--strict", do="see why with: flashqla doctor")
+        raise UnsupportedError("no kernel serves this problem", given=f"--strict, {plan.why}")
 
 
 def _plan(case: Case, where: str) -> "Plan":

@@ -65,6 +65,11 @@ TimeoutOption = Annotated[
 ]
 InProcessOption = Annotated[bool, typer.Option("--in-process", help="No worker process and no timeout: for debugging.")]
 TIMEOUT_S = 600.0
+BudgetOption = Annotated[
+    float,
+    typer.Option("--budget", min=0.0, metavar="SECONDS", help="For the samples of a row, all backends together."),
+]
+BUDGET_S = 3.0
 RooflineOption = Annotated[
     bool, typer.Option("--roofline", help="Add TFLOP/s, GB/s and percent of the least possible time.")
 ]
@@ -123,6 +128,7 @@ def chosen_cases(
     return kept
 
 
-def named(suites: Sequence[str], file: Path | None = None, captured: Sequence[Path] = ()) -> str:
+def sources(suites: Sequence[str], file: Path | None = None, captured: Sequence[Path] = ()) -> dict[str, str]:
     """What the cases of a run come from, in short, for its record."""
-    return "+".join([*suites, *(path.name for path in (*([file] if file else []), *captured))])
+    names = {"suite": suites, "cases": [file.name] if file else [], "input": [path.name for path in captured]}
+    return {name: "+".join(values) for name, values in names.items() if values}

@@ -1,5 +1,6 @@
 """`flashqla report`: runs as a page to look at."""
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,9 @@ def report(
 
     if out and out.resolve() in [path.resolve() for path in runs]:
         raise ArgumentError("--out would overwrite a run", given=f"--out {out}", do="name another file")
+    if form is Format.html and out is None and _terminal():
+        do = "name a file with --out report.html, or take --format text"
+        raise ArgumentError("a terminal cannot show the page", given="--format html, without --out", do=do)
     content = [read(path) for path in runs]
     if plots:
         drawing.need("matplotlib")
@@ -59,3 +63,7 @@ def report(
         if plots:
             written += drawing.write(run, plots, f"{number}-" if len(content) > 1 else "")
     console.result("\n".join(map(str, written)) if target else page)
+
+
+def _terminal() -> bool:
+    return sys.stdout.isatty()

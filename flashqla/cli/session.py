@@ -19,8 +19,10 @@ from flashqla.records import Kind, Record, Run, Writer, destination, judged, now
 Loop = Callable[..., None]  # takes a sink for records; kept: records not to make again; tell: as in runner
 
 
-def choose_device(asked: str | None = None, *, strict: bool = False) -> str:
-    """`cuda` or `cpu`: as asked, or else cuda on a Hopper GPU that torch can use. Says so when it is the CPU.
+def choose_device(asked: str | None = None, *, strict: bool = False) -> tuple[str, str]:
+    """`cuda` or `cpu`: as asked, or else cuda on a Hopper GPU that torch can use; and a note where that is the CPU.
+
+    The note is for once all else is known to be right: before an error it would mislead.
 
     Raises EnvironmentProblem without torch, when CUDA is asked for and cannot be used, or when strict and only the CPU
     is left.
@@ -28,7 +30,7 @@ def choose_device(asked: str | None = None, *, strict: bool = False) -> str:
     if find_spec("torch") is None:
         raise EnvironmentProblem("PyTorch is not installed", do="pip install 'torch>=2.8'")
     if asked == "cpu":
-        return asked
+        return asked, ""
     card = device.gpu()
     hopper = card is not None and card.capability == device.HOPPER
     usable = False
@@ -37,7 +39,7 @@ def choose_device(asked: str | None = None, *, strict: bool = False) -> str:
 
         usable = torch.cuda.is_available()
     if usable:
-        return "cuda"
+        return "cuda", ""
     found = f"{card.name}, which torch cannot use" if card and hopper else card.name if card else "no GPU"
     if asked:
         raise EnvironmentProblem(
@@ -45,8 +47,7 @@ def choose_device(asked: str | None = None, *, strict: bool = False) -> str:
         )
     if strict:
         raise EnvironmentProblem("no Hopper GPU here", given=f"--strict, {found}", do="see why with: flashqla doctor")
-    console.note(f"no Hopper GPU here ({found}): what follows is PyTorch on the CPU, not the kernels")
-    return "cpu"
+    return "cpu", f"no Hopper GPU here ({found}): what follows is PyTorch on the CPU, not the kernels"
 
 
 def run(
@@ -56,6 +57,7 @@ def run(
     rows: Sequence[tuple[str, str]],
     settings: dict[str, Any],
     render: Callable[[Run], str],
+    note: str = "",
     json: str | None,
     out: Path | None = None,
     resume: Path | None = None,
@@ -67,11 +69,12 @@ def run(
     Files are proved writable before the loop starts. Ctrl-C and SIGTERM end the loop; what it gave so far is kept and
     printed.
 
+    note    what to tell before the loop starts
     rows    case id and backend of every record of the run, in order
     resume  a file with some of them, which this run takes over, and replaces unless `json` names another one
     """
     if resume and json is None:
-        json = str(_whole(resume))
+        json = str(records.whole(resume))
     path = Path(json) if json not in (None, "-") else None
     if out:
         if str(out) == "-" or (path and path.resolve() == out.resolve()):
@@ -79,11 +82,18 @@ def run(
         out = destination(out)
     header = Run(kind=kind, argv=sys.argv[1:], started=now(), environment=device.environment(), settings=settings)
     if resume:
-        header = records.resume(records.read(resume), header, rows)
+        begun, found = records.gather(resume)
+        for part, what in found.items():
+            console.note(f"{part}: {what}")
+        header = records.resume(begun, header, rows)
     kept = header.records
     total = len(rows) - len(kept)
     writer = Writer(path, header)
+    if writer.aside:
+        console.note(f"what a killed run left there is now {writer.aside}")
     stopped = False
+    if note:
+        console.note(note)
     with _signals({signal.SIGTERM: signal.default_int_handler}):
         try:
             with console.progress(total, quiet=quiet) as progress, console.results_only():
@@ -125,11 +135,6 @@ def _command(path: Path) -> str:
         elif not argument.startswith("--resume="):
             words.append(argument)
     return shlex.join(["flashqla", *words, "--resume", str(path)])
-
-
-def _whole(path: Path) -> Path:
-    """The file that a part file belongs to."""
-    return path.with_name(path.name.removesuffix(".old").removesuffix(".jsonl"))
 
 
 @contextmanager

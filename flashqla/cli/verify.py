@@ -60,7 +60,7 @@ def verify(
     from flashqla.cli import session
     from flashqla.tables import verify_text
 
-    where = session.choose_device(device)
+    where, note = session.choose_device(device)
     captured = captured or []
     suites = suite or ([] if cases or captured else DEFAULT_SUITES[where])
     wanted = options.chosen_cases(
@@ -86,12 +86,13 @@ def verify(
         ),
         rows=[(case.id, name) for case in wanted for name in dict.fromkeys(names)],
         settings={
-            "suite": options.named(suites, cases, captured),
+            **options.sources(suites, cases, captured),
             "device": where,
             "seed": seed,
             "repeats": repeats,
         },
         render=verify_text,
+        note=note,
         json=json,
         out=out,
         resume=resume,

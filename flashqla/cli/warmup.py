@@ -1,7 +1,11 @@
 """`flashqla warmup`: compile ahead of the first call, and into a cache that can be shipped."""
 
+import logging
 import os
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -42,7 +46,9 @@ def warmup(
     direction: Annotated[
         Direction, typer.Argument(help="What to compile: for inference (fwd), gradients (bwd), or both.")
     ] = Direction.both,
-    dtype: Annotated[list[DType] | None, typer.Option("--dtype", help="Of q, k and v. Repeatable.")] = None,
+    dtype: Annotated[
+        list[DType] | None, typer.Option("--dtype", help="Of q, k and v; bfloat16 by default. Repeatable.")
+    ] = None,
     target: Annotated[
         Target | None, typer.Option("--target", help="Compile our kernels for it, without a GPU and without the peers.")
     ] = None,
@@ -89,6 +95,24 @@ def warmup(
         console.result(f"{variable:<20}{folder}")
 
 
+@contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process: threads that compile cannot be told to stop, and Python would wait for all of them.
+
+    Kernels reach the cache as a whole or not at all, so those that are there stay good.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        console.hint("interrupted: kernels compiled so far are kept; the same command goes on with the others")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _our_kernels(dtypes: tuple[DType, ...], directions: list[OneWay], progress: console.Progress) -> None:
     if device.nvcc() is None:
         do = "pip install 'flashqla[nvcc]', or set CUDA_HOME to a CUDA toolkit"
@@ -98,8 +122,10 @@ def _our_kernels(dtypes: tuple[DType, ...], directions: list[OneWay], progress: 
     except (ImportError, OSError) as error:
         do = "see what is missing with: flashqla doctor"
         raise EnvironmentProblem("the kernels cannot be loaded", given=str(error), do=do) from error
-    for number, dtype in enumerate(dtypes):
+    logging.getLogger("tilelang").setLevel(logging.WARNING)  # which tells of every kernel, and asks for that on import
+    for number, dtype in enumerate(dtypes, start=1):
         begin = time.perf_counter()
-        progress.tell(f"compiling our kernels for {dtype}, {len(dtypes) - number} dtypes left", True)
-        launch.compile_all((dtype.value,), directions)
+        progress.tell(f"compiling our kernels for {dtype}" + f" ({number} of {len(dtypes)})" * (len(dtypes) > 1), True)
+        with _leaving_at_once():
+            launch.compile_all((dtype.value,), directions)
         progress.tell(f"compiled our kernels for {dtype} in {time.perf_counter() - begin:.0f} s", False)

@@ -156,13 +156,14 @@ def problem(
     else:
         seqlens = lengths(cu_seqlens, cu_seqlens_cpu, tokens, read)
         cu_seqlens = placed(cu_seqlens, device)
+    # Kernels read memory as it is, without the sign that a view such as x.conj().imag carries beside it.
     return Problem(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
+        q.resolve_neg(),
+        k.resolve_neg(),
+        v.resolve_neg(),
+        None if g is None else g.resolve_neg(),
+        beta.resolve_neg(),
+        None if initial_state is None else initial_state.resolve_neg(),
         cu_seqlens,
         seqlens,
         HEAD_DIM**-0.5 if scale is None else scale,
@@ -196,15 +197,20 @@ def gradients(problem: Problem, g: Tensor, A: Tensor, do: Tensor, dht: Tensor | 
         _refuse("tensors are on several devices", "one device", q=p.q, g=g, A=A, do=do, dht=dht)
 
 
-def kinds(scale: Any, head_first: bool, **tensors: Any) -> None:
+def kinds(scale: Any, head_first: Any, **tensors: Any) -> None:
     """Raise ArgumentError for arguments of the wrong kind, and for a layout that the op does not take."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and not (x is None and name in OPTIONAL):
             raise ArgumentError(f"{name} must be a tensor", given=f"{name} = {x!r}")
+        if x is not None and (x.layout is not torch.strided or x.is_nested):
+            kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+            raise ArgumentError(f"{name} must be a dense tensor", given=f"{name}: {kind}", supported="strided tensors")
     if isinstance(scale, Tensor):
         raise ArgumentError("scale must be a number", given=_describe(scale=scale), do="pass scale.item()")
     if not isinstance(scale, NUMBERS) or isinstance(scale, bool):
         raise ArgumentError("scale must be a number", given=f"scale = {scale!r}")
+    if not isinstance(head_first, FLAGS):
+        raise ArgumentError("head_first must be False", given=f"head_first: {type(head_first).__name__}")
     if head_first:
         raise ArgumentError(
             "head_first=True is not supported",
@@ -217,7 +223,11 @@ def settings(scale: Any, **flags: Any) -> tuple[float | None, list[bool]]:
     """scale, which `kinds` has judged, as a float, and flags as bools, in order: what the schema of the op would make
     of them, whether or not the call goes through it. Raises ArgumentError for a flag that is something else."""
     if scale is not None and type(scale) not in (float, torch.SymFloat):
-        scale = float(scale)
+        try:
+            scale = float(scale)
+        except OverflowError:
+            do = "pass a number that a float64 holds"
+            raise ArgumentError("scale is too large", given=f"{len(str(scale))} characters", do=do) from None
     values = list(flags.values())
     if {*map(type, values)} == {bool}:  # nearly always, and most of the time of the rest
         return scale, values
@@ -332,6 +342,8 @@ def placed(cu_seqlens: Tensor, device: torch.device) -> Tensor:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # The graph would read this host memory again at every replay, when it may be gone.
             raise ArgumentError("cu_seqlens is on the CPU while a graph is captured", do="pass it on q's device")
+        if cu_seqlens.is_pinned():  # or its owner might write to it before the copy reads it
+            cu_seqlens = cu_seqlens.clone()
         cu_seqlens = cu_seqlens.to(device, non_blocking=True)
     return cu_seqlens if cu_seqlens.is_contiguous() else cu_seqlens.contiguous()
 

@@ -95,8 +95,9 @@ def make(
     """The plan for one direction of a problem on a device.
 
     seqlens: tokens of every sequence; None where only the device knows them, and then `sequences` sequences are taken
-    to share `tokens` tokens evenly. dtype: of q, k and v. device: its type, "cuda" or "cpu". missing: why the
-    kernels cannot be loaded here, "" if they can. auto_cp: whether sequences may be split.
+    to share `tokens` tokens evenly. tokens: of a row, of which the last ones may belong to no sequence. dtype: of q, k
+    and v. device: its type, "cuda" or "cpu". missing: why the kernels cannot be loaded here, "" if they can. auto_cp:
+    whether sequences may be split.
     """
     if seqlens is None:
         seqlens = (-(-tokens // max(sequences, 1)),) * sequences
@@ -108,7 +109,8 @@ def make(
 
     chunks, costs = [-(-length // CHUNK) for length in seqlens], COSTS[direction]
     v_tile, us, tile_reason = _choose_v_tile(chunks, hv, sm_count, costs)
-    segment_chunks, split_reason = _choose_split(chunks, hv, sm_count, us, costs) if auto_cp else (0, "auto_cp is off")
+    split = _choose_split(chunks, tokens // CHUNK, hv, sm_count, us, costs) if auto_cp else (0, "auto_cp is off")
+    segment_chunks, split_reason = split
     if segment_chunks:
         v_tile, _, tile_reason = _choose_v_tile(_segments(chunks, segment_chunks), hv, sm_count, costs)
     kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
@@ -141,7 +143,9 @@ def _choose_v_tile(chunks: list[int], hv: int, sm_count: int, costs: Costs) -> t
     return v_tile, min(whole, half), reason
 
 
-def _choose_split(chunks: list[int], hv: int, sm_count: int, unsplit_us: float, costs: Costs) -> tuple[int, str]:
+def _choose_split(
+    chunks: list[int], row_chunks: int, hv: int, sm_count: int, unsplit_us: float, costs: Costs
+) -> tuple[int, str]:
     """Chunks per segment, 0 for whole sequences, and why.
 
     The gate decides on the device what the summary kernel costs. A split must not lose where no head forgets; the best
@@ -154,7 +158,7 @@ def _choose_split(chunks: list[int], hv: int, sm_count: int, unsplit_us: float, 
         if size < SHORTEST_SEGMENT:
             break
         segments = _segments(chunks, size)
-        if len(segments) + len(chunks) > MOST_SEQUENCES:
+        if max(sum(chunks), row_chunks) // size + len(chunks) > MOST_SEQUENCES:  # the rows that kernels count
             continue
         _, forward_us, _ = _choose_v_tile(segments, hv, sm_count, costs)
         # The last segment of a sequence needs no summary, and the first one half of one.

@@ -17,7 +17,8 @@ from flashqla.ops.checks import Problem
 from flashqla.ops.plan import Plan
 
 Facts = tuple[Hashable, ...]
-MOST = 1024  # kinds of calls; the oldest goes
+MOST = 1024  # kinds of calls, and of packs; the oldest goes
+MOST_SEQUENCES = 1024  # of a pack: lengths are kept, and work on more hides what the host does
 # Recording takes as long as several calls, which those with sizes that never come again need not pay.
 RECORDED_CALL = 2
 
@@ -28,7 +29,8 @@ class _Known:
     recording: Any = None
 
 
-_known: dict[Hashable, _Known] = {}  # by facts, and for packs also by facts and lengths
+_known: dict[Hashable, _Known] = {}  # by facts
+_packs: dict[Hashable, _Known] = {}  # by facts and lengths
 _keeping = Lock()
 
 
@@ -50,6 +52,17 @@ def facts(
     """What makes calls alike: all but the values in tensors. None for a call that must not be run from a recording."""
     if not _launchable(q) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # tensor copy engines want 16 bytes
         return None
+    if cu_seqlens is not None and cu_seqlens.numel() > MOST_SEQUENCES:
+        return None
+    if (  # memory is not what it says
+        q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
+        or beta.is_neg()
+        or (g is not None and g.is_neg())
+        or (initial_state is not None and initial_state.is_neg())
+    ):
+        return None
     # fmt: off
     return (
         q.shape, q.stride(), q.dtype, q.device,
@@ -68,7 +81,7 @@ def find(facts: Facts, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Ten
     """The recording for a call, or None. Raises ArgumentError for offsets with wrong values."""
     known = _known.get(facts)
     if known is not None and cu_seqlens is not None:  # arguments like these were judged, so that offsets can be read
-        known = _known.get((facts, checks.lengths(cu_seqlens, cu_seqlens_cpu, q.shape[1], "cached")))
+        known = _packs.get((facts, checks.lengths(cu_seqlens, cu_seqlens_cpu, q.shape[1], "cached")))
     return None if known is None else known.recording
 
 
@@ -77,9 +90,9 @@ def keep(facts: Facts, problem: Problem, plan: Plan) -> None:
     if plan.implementation == "torch" or problem.batch * problem.tokens == 0:
         return
     with _keeping:
-        known = _noted(facts)
+        known = _noted(_known, facts)
         if problem.cu_seqlens is not None:
-            known = _noted((facts, problem.seqlens))
+            known = _noted(_packs, (facts, problem.seqlens))
         known.calls += 1
         if known.calls == RECORDED_CALL:
             from flashqla.ops.kernels.recording import record  # there is TileLang, or the plan would be PyTorch's
@@ -87,10 +100,10 @@ def keep(facts: Facts, problem: Problem, plan: Plan) -> None:
             known.recording = record(problem, plan)
 
 
-def _noted(key: Hashable) -> _Known:
-    if key not in _known and len(_known) >= MOST:
-        del _known[next(iter(_known))]
-    return _known.setdefault(key, _Known())
+def _noted(notes: dict[Hashable, _Known], key: Hashable) -> _Known:
+    if key not in notes and len(notes) >= MOST:
+        del notes[next(iter(notes))]
+    return notes.setdefault(key, _Known())
 
 
 def _launchable(q: Tensor) -> bool:

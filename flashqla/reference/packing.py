@@ -11,6 +11,7 @@ Rows outside every sequence are never read. Empty sequences have a rank, and no 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -82,9 +83,10 @@ def pack(x: Tensor, cu_seqlens: Tensor | None, unit: int, block_rows: int) -> Pa
     in block_rows slot rows, at least one.
     """
     batch, tokens = x.shape[:2]
+    count = partial(torch.arange, device="cpu")  # whatever the default device is
     if cu_seqlens is None:
-        begins = torch.arange(batch) * tokens
-        lengths = torch.full((batch,), tokens)
+        begins = count(batch) * tokens
+        lengths = torch.full((batch,), tokens, device="cpu")
     else:
         offsets = cu_seqlens.to("cpu", torch.int64)
         begins, lengths = offsets[:-1], offsets.diff()
@@ -96,21 +98,21 @@ def pack(x: Tensor, cu_seqlens: Tensor | None, unit: int, block_rows: int) -> Pa
     counts = sequences - torch.bincount(steps, minlength=1).cumsum(0)[:-1]  # sequences with more than t steps
     first_slot = counts.cumsum(0) - counts
 
-    sequence = torch.repeat_interleave(torch.arange(sequences), lengths)
-    position = torch.arange(len(sequence)) - (lengths.cumsum(0) - lengths)[sequence]
+    sequence = torch.repeat_interleave(count(sequences), lengths)
+    position = count(len(sequence)) - (lengths.cumsum(0) - lengths)[sequence]
     target = (first_slot[position // unit] + rank[sequence]) * unit + position % unit
     target, by_target = target.sort()
     source = (begins[sequence] + position)[by_target].to(x.device)
-    chunk_sequence = torch.repeat_interleave(torch.arange(sequences), steps)
-    chunk_step = torch.arange(len(chunk_sequence)) - (steps.cumsum(0) - steps)[chunk_sequence]
+    chunk_sequence = torch.repeat_interleave(count(sequences), steps)
+    chunk_step = count(len(chunk_sequence)) - (steps.cumsum(0) - steps)[chunk_sequence]
     slot_order = first_slot[chunk_step] + rank[chunk_sequence]
 
     groups: list[list[int]] = [[]]
-    for count in counts.tolist():
-        if groups[-1] and (sum(groups[-1]) + count) * unit > block_rows:
+    for live in counts.tolist():
+        if groups[-1] and (sum(groups[-1]) + live) * unit > block_rows:
             groups.append([])
-        groups[-1].append(count)
-    edges = torch.tensor([sum(group) for group in groups]).cumsum(0) * unit
+        groups[-1].append(live)
+    edges = torch.tensor([sum(group) for group in groups], device="cpu").cumsum(0) * unit
     ends = torch.searchsorted(target, edges).tolist()
     target = target.to(x.device)
     blocks, begin = [], 0

@@ -70,6 +70,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(gated_delta_rule, "_on", lambda device: nullcontext())
     monkeypatch.setattr(repeats, "_launchable", lambda q: True)
     monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(repeats, "_packs", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return launched
 
@@ -240,6 +241,7 @@ def test_wrong_offsets_are_refused_as_before(launches: Launches) -> None:
         with pytest.raises(ArgumentError) as again:
             chunk_gated_delta_rule(**arguments)
         repeats._known.clear()
+        repeats._packs.clear()
         with pytest.raises(ArgumentError) as first:
             chunk_gated_delta_rule(**arguments)
         assert str(again.value) == str(first.value)
@@ -319,6 +321,26 @@ def test_one_tensor_in_two_places_may_be_two_the_next_time(launches: Launches) -
     launched, _ = run(launches, arguments)
     assert recorded(launched)
     assert [x.address for x in launched[0][1][:2]] == [arguments["q"].data_ptr(), arguments["k"].data_ptr()]
+
+
+def test_memory_that_is_not_what_the_tensor_says_is_not_recorded(launches: Launches) -> None:
+    """A view may carry a sign beside its memory, which kernels do not see: it is written out first."""
+    arguments = drawn()
+    assert_recorded(launches, arguments)
+    negative = torch.zeros(1, 133, HV, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    negative = negative.as_strided(arguments["g"].shape, negative.stride())
+    for _ in range(3):
+        launched, _ = run(launches, arguments | {"g": negative})
+        assert not recorded(launched)
+        assert negative.data_ptr() not in [x.address for _, given in launched for x in given if hasattr(x, "address")]
+
+
+def test_packs_of_many_sequences_are_not_recorded(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "MOST_SEQUENCES", 2)
+    for _ in range(3):
+        launched, _ = run(launches, drawn(cu_seqlens=torch.tensor([0, 130, 133], dtype=torch.int32)))
+    assert not recorded(launched)
 
 
 def test_few_calls_are_kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ RECORDED = repeats.RECORDED_CALL + 1  # calls, the last of which comes from a re
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(repeats, "_packs", {})
 
 
 def make(tokens: int, seed: int = 0, device: str = "cuda", cu_seqlens: Tensor | None = None) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def call_often(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def recordings() -> int:
-    return sum(x.recording is not None for x in repeats._known.values())
+    return sum(x.recording is not None for notes in (repeats._known, repeats._packs) for x in notes.values())
 
 
 def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -118,6 +119,7 @@ def test_a_graph_outlives_recordings() -> None:
     with torch.cuda.graph(graph):
         captured = call(static)
     repeats._known.clear()
+    repeats._packs.clear()
     for name, x in make(8192, seed=1).items():
         if x is not None:
             static[name].copy_(x)

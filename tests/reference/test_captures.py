@@ -173,6 +173,8 @@ Change = Callable[[Arguments], object]
         (lambda a: a.update(use_l2norm=True), "unknown use_l2norm"),
         (lambda a: a.update(state_v_first=1), "state_v_first = 1"),
         (lambda a: a.update(scale="big"), "scale = 'big'"),
+        (lambda a: a.update(scale=float("inf")), "scale "),
+        (lambda a: a.update(scale=10**400), "scale is not a finite number"),
         (lambda a: a.update(q=a["q"][..., :64]), "q, k and v do not fit together"),
         (lambda a: a.update(v=a["v"].float()), "q, k and v need one floating dtype"),
         (lambda a: a.update(beta=a["beta"].double()), "a dtype does not go with bfloat16 q"),
@@ -191,6 +193,56 @@ def test_other_content_is_refused(
         captures.read(path)
     assert message in str(caught.value)
     assert str(path) in caught.value.given
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        (lambda q: q.to("meta"), "q has no data, only the device meta"),
+        (lambda q: q[:, :1, :1].expand(1, 2**28, 4, 128), "q repeats 256 bytes to 256 GiB"),
+    ],
+    ids=["meta", "expanded"],
+)
+def test_tensors_without_data_of_their_own_are_refused(
+    odd: Callable[[Tensor], Tensor], message: str, arguments: Arguments, tmp_path: Path
+) -> None:
+    q = odd(arguments["q"].clone()) if message.endswith("meta") else odd(arguments["q"][:, :1, :1].clone())
+    path = save(tmp_path / "call.pt", **arguments | {"q": q})
+    with pytest.raises(ArgumentError, match=message) as caught:
+        captures.read(path)
+    assert caught.value.do == "capture the call again with flashqla.capture"
+
+
+def test_views_are_read_as_what_they_show(arguments: Arguments, tmp_path: Path) -> None:
+    negative, repeated = torch._neg_view(arguments["q"]), arguments["v"][:, :1].expand_as(arguments["v"])
+    plain = save(tmp_path / "plain.pt", **arguments | {"q": -arguments["q"], "v": repeated.contiguous()})
+    views = save(tmp_path / "views.pt", **arguments | {"q": negative, "v": repeated})
+    captures.write(tmp_path / "written.safetensors", arguments | {"q": negative, "v": repeated})
+    found = [captures.read(path) for path in (plain, views, tmp_path / "written.safetensors")]
+    assert not any(call.tensors["q"].is_neg() for call in found)
+    assert len({call.case.id for call in found}) == 1
+    assert all(same(call.tensors["q"], -arguments["q"]) for call in found)
+
+
+@pytest.mark.parametrize("text", [b"q, k, v\n1, 2, 3\n", b"ecture notes", b"hello"])
+def test_a_text_is_no_call(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_bytes(text)
+    with pytest.raises(ArgumentError, match=r"text\.pt: it is damaged, or holds more than tensors, numbers and text"):
+        captures.read(tmp_path / "text.pt")
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_inputs_that_are_not_finite_are_not_judged(direction: Any, arguments: Arguments, tmp_path: Path) -> None:
+    arguments["q"][0, 3, 0, :2] = torch.nan
+    arguments["g"][0, :3, 1] = torch.tensor([-torch.inf, torch.inf, torch.nan])
+    captures.write(tmp_path / "call.pt", arguments)
+    case = captures.read(tmp_path / "call.pt").case
+    records: list[Record] = []
+    runner.verify([case], create(["flashqla", "torch-chunked"], "cpu"), "cpu", records.append, direction=direction)
+    runner.bench([case], create(["flashqla"], "cpu"), "cpu", records.append, config=Config(repeats=2))
+    for record in records:
+        assert (record.status, record.passed) == ("ok", None)
+        assert record.reason.startswith("inputs that are not finite: 2 in q, 2 in g")
 
 
 def test_a_dict_of_tensors_is_asked_for(tmp_path: Path) -> None:

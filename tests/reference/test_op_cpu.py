@@ -49,6 +49,16 @@ def test_backward_from_what_forward_returned(problem, run, assert_same, gate, st
     assert_same(found, {name: expected[name] for name in found})
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, [70]])
+def test_the_default_device_does_not_matter(problem, lengths):
+    arguments = problem(lengths).arguments
+    expected = chunk_gated_delta_rule_fwd(**arguments)
+    with torch.device("meta"):
+        found = chunk_gated_delta_rule_fwd(**arguments)
+        recurrent_gated_delta_rule(**arguments)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True) if x is not None)
+
+
 @pytest.mark.parametrize("wrong", ["g", "A", "do", "dht"])
 def test_backward_refuses_what_forward_does_not_return(problem, wrong):
     given = problem()

@@ -161,6 +161,11 @@ def test_changed_inputs_fail_and_are_restored_for_the_next_backend() -> None:
         (torch.cuda.OutOfMemoryError("asked for 2 GiB,\n 1 GiB is free"), "oom", "asked for 2 GiB, 1 GiB is free"),
         (RuntimeError("CUDA error: out of memory"), "oom", "CUDA error: out of memory"),
         (MemoryError("no memory"), "oom", "no memory"),
+        (
+            RuntimeError("[enforce] can't allocate memory:\nyou tried 9"),
+            "oom",
+            "[enforce] can't allocate memory: you tried 9",
+        ),
     ],
 )
 def test_an_error_is_a_status_with_a_reason(error: Exception, status: str, reason: str) -> None:

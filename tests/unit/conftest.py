@@ -66,7 +66,7 @@ def timed() -> Callable[..., Record]:
             status="ok",
             seed=0,
             timing=Timing(
-                gpu_ms=ms, gpu_ms_iqr=iqr, samples=[ms], call_ms=2 * ms, l2="cold", clock="graph", repeats=12
+                gpu_ms=ms, gpu_ms_iqr=iqr, samples=[ms] * 12, call_ms=2 * ms, l2="cold", clock="graph", repeats=12
             ),
             clocks=Clocks(1755, 3201, 500.0, 60, list(throttle)),
             **fields,
@@ -96,8 +96,9 @@ def absent() -> Callable[..., Record]:
 
     def make(case: Case, backend: str, status: str = "missing", **fields: Any) -> Record:
         return Record.of(
-            case, backend=backend, direction="fwd", command="bench", status=status, seed=0,  # type: ignore[arg-type]
-            **{"reason": "it is not installed", "hint": f"pip install {backend}", **fields},
+            case, backend=backend, status=status, seed=0,  # type: ignore[arg-type]
+            **{"direction": "fwd", "command": "bench", "reason": "it is not installed",
+               "hint": f"pip install {backend}", **fields},
         )  # fmt: skip
 
     return make

@@ -127,7 +127,8 @@ echo "$*" >>calls
 case "$1" in
 verify) echo {} >out/ci/verify.json; exit ${VERIFY_CODE:-0} ;;
 bench) echo {} >out/ci/bench-fwd.json; exit ${BENCH_CODE:-0} ;;
-compare) [[ ${COMPARE_CODE:-0} == 0 ]] || { echo "error: refused" >&2; exit $COMPARE_CODE; }; seq ${ROWS:-1} ;;
+compare) [[ ${COMPARE_CODE:-0} == 0 ]] || { echo "error: refused" >&2; exit $COMPARE_CODE; }
+  seq ${ROWS:-1}; echo "${SAID:-}" ;;
 report) [[ $* != *summary.md ]] || echo report >out/ci/summary.md ;;
 esac
 """
@@ -160,6 +161,19 @@ def test_recipe_goes_on_after_a_failure_and_remembers_it(
     assert first_words == ["verify", "bench", "compare", "compare", "report", "report"]
     comment = (repository / "out" / "ci" / "comment.md").read_text()
     assert ("error: refused" in comment) == ("COMPARE_CODE" in codes)
+
+
+def test_recipe_does_not_say_that_nothing_got_worse_where_it_cannot_know(
+    repository: Path, stand_in: dict[str, str]
+) -> None:
+    comment = repository / "out" / "ci" / "comment.md"
+    assert recipe(repository, **stand_in).returncode == 0
+    assert "Nothing got worse." in comment.read_text()
+    assert recipe(repository, **stand_in, SAID="6 of 8 rows could be judged: 2 unclear.").returncode == 0
+    assert "Nothing that could be judged got worse; some rows could not be judged" in comment.read_text()
+    assert recipe(repository, **stand_in, COMPARE_CODE="4").returncode == 4
+    assert "Not judged: exit code 4.** There was nothing to run or to compare" in comment.read_text()
+    assert "Nothing got worse" not in comment.read_text()
 
 
 def test_recipe_ends_at_an_interrupt(repository: Path, stand_in: dict[str, str]) -> None:

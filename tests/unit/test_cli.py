@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -194,6 +196,11 @@ def test_cases_lists_ids_and_notes() -> None:
     ]
 
 
+def test_cases_say_what_their_default_is() -> None:
+    assert invoke("cases").stderr.startswith("note: these are the cases of suite hard; --suite takes ")
+    assert invoke("cases", "--suite", "smoke").stderr == ""
+
+
 def test_cases_as_json() -> None:
     rows = json.loads(invoke("cases", "--suite", "qwen", "--heads", "2,8", "--lens", "8192x4", "--json").stdout)
     assert [(row["id"], row["model"], row["lengths"]) for row in rows] == [
@@ -222,10 +229,12 @@ def test_cases_of_a_file_are_listed_and_filtered(own: str) -> None:
 @pytest.mark.parametrize("command", [["verify"], ["bench", "fwd"]], ids=" ".join)
 def test_cases_of_a_file_are_run_alone(command: list[str], layers: Layers, own: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
+    good = layers.answer
+    layers.answer = lambda case, backend: good(case, backend).model_copy(update={"command": command[0]})
     result = invoke(*command, "--cases", own, "-k", "short", "--json", str(path))
     assert result.exit_code == 0, result.stderr
     assert [case.note for case in layers.asked["cases"]] == ["short"]
-    assert read(path).settings["suite"] == "own.toml"
+    assert read(path).settings["cases"] == "own.toml"
 
 
 def test_an_empty_choice_from_a_file_says_where_to_look(own: str) -> None:
@@ -269,7 +278,7 @@ def test_defaults_fit_the_machine(layers: Layers, monkeypatch: pytest.MonkeyPatc
     layers.answer = lambda case, backend: timed(case, backend, 1.0)
     invoke("bench", "fwd")
     assert layers.asked["cases"] == suite("cpu")
-    assert layers.asked["config"] == {"repeats": 12, "l2": "cold"}
+    assert layers.asked["config"] == {"repeats": 12, "l2": "cold", "budget_s": 3.0}
 
     hopper = device.Gpu("NVIDIA H200", (9, 0), 132, 2**37, "feed", "580.1")
     monkeypatch.setattr(device, "gpu", lambda index=0: hopper)
@@ -298,17 +307,30 @@ def test_bench_options_reach_the_runner(layers: Layers, timed: Make, tmp_path: P
             "--repeats",
             "3",
         ],
-        *["--l2", "warm", "--backend", "flashqla", "--backend", "fla", "--json", str(path), "--out", str(out)],
+        *[
+            "--l2",
+            "warm",
+            "--budget",
+            "7.5",
+            "--backend",
+            "flashqla",
+            "--backend",
+            "fla",
+            "--json",
+            str(path),
+            "--out",
+            str(out),
+        ],
     )
     assert result.exit_code == 0
-    assert layers.asked["config"] == {"repeats": 3, "l2": "warm"}
+    assert layers.asked["config"] == {"repeats": 3, "l2": "warm", "budget_s": 7.5}
     assert layers.asked["names"] == ["flashqla", "fla"]
     run = read(path)
     assert [(r.case_id, r.backend) for r in run.records] == [
         (f"{heads}/1x2048/mixed", backend) for heads in ("hk2-hv8", "hk16-hv64") for backend in ("flashqla", "fla")
     ]
     assert run.kind == "bench-fwd"
-    assert run.settings == {"suite": "qwen", "device": "cpu", "seed": 0, "repeats": 3, "l2": "warm"}
+    assert run.settings == {"suite": "qwen", "device": "cpu", "seed": 0, "repeats": 3, "budget_s": 7.5, "l2": "warm"}
     assert result.stdout == out.read_text() == bench_text(run)
     assert "3.00x" in result.stdout
 
@@ -339,11 +361,13 @@ def test_bench_shows_memory_when_asked(layers: Layers, timed: Make) -> None:
 
 def test_verify_takes_a_direction(layers: Layers, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
+    good = layers.answer
     for arguments, kind, direction in (
         ([], "verify-fwd", "fwd"),
         (["fwd"], "verify-fwd", "fwd"),
         (["bwd"], "verify-bwd", "bwd"),
     ):
+        layers.answer = lambda case, backend, way=direction: good(case, backend).model_copy(update={"direction": way})
         result = invoke("verify", *arguments, "--suite", "smoke", "--json", str(path))
         assert result.exit_code == 0
         assert result.stdout.startswith(f"flashqla verify {direction}\n")
@@ -453,7 +477,8 @@ def test_a_run_goes_on_where_it_was_interrupted(
 
     layers.before = stop
     good = layers.answer
-    layers.answer = lambda case, backend: absent(case, backend, "oom") if "zero" in case.id else good(case, backend)
+    oom = partial(absent, status="oom", command="verify")
+    layers.answer = lambda case, backend: oom(case, backend) if "zero" in case.id else good(case, backend)
     path = tmp_path / "a run.json"
     command = argv(monkeypatch, "verify", "--suite", "smoke", "--json", str(path))
     result = invoke(*command)
@@ -501,6 +526,41 @@ def test_a_part_file_is_resumed_into_the_file_it_belongs_to(
     ]
 
 
+def test_a_resumed_run_that_was_killed_loses_no_row(
+    layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.json"
+    moments = (datetime(2026, 3, 1, hour, tzinfo=UTC) for hour in range(24))
+    monkeypatch.setattr(sys.modules["flashqla.cli.session"], "now", lambda: next(moments))
+    rows = 2 * len(suite("smoke"))
+
+    def end_after(count: int, error: type[BaseException]) -> Callable[[int], None]:
+        def end(done: int) -> None:
+            if done == count:
+                raise error
+
+        return end
+
+    layers.before = end_after(2, KeyboardInterrupt)
+    invoke("verify", "--suite", "smoke", "--json", str(path))
+    for kept, stderr in ((2, ""), (5, "5 rows of this run, taken over"), (8, "8 rows of this run, taken over")):
+        layers.before = end_after(3, ZeroDivisionError)
+        result = invoke(*argv(monkeypatch, "verify", "--suite", "smoke", "--resume", str(path)))
+        assert stderr in result.stderr
+        assert len(layers.asked["kept"]) == kept
+        del result
+        gc.collect()  # a process that has ended locks nothing
+    names = [path.name, *(f"{path.name}.jsonl{ending}" for ending in ("", ".old", ".old.2"))]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    layers.before = lambda count: None
+    result = invoke("verify", "--suite", "smoke", "--resume", str(path))
+    assert f"note: {path}.jsonl: 11 rows of this run, taken over\n" in result.stderr
+    assert f"note: what a killed run left there is now {path}.jsonl.old.3\n" in result.stderr
+    assert len(layers.asked["kept"]) == 11
+    assert len(read(path).records) == rows
+    assert [*tmp_path.iterdir()] == [path]
+
+
 @pytest.mark.parametrize(
     ("arguments", "timeout_s"), [([], 600.0), (["--timeout", "7.5"], 7.5), (["--in-process"], None)]
 )
@@ -541,7 +601,7 @@ def test_warmup_compiles_and_says_where(
     directions = (direction or ["fwd+bwd"])[0].split("+")
     assert compiled == [(("float16",), directions), (("bfloat16",), directions)]
     assert "TILELANG_CACHE_DIR  /some/where\n" in result.stdout
-    assert "compiling our kernels for float16, 2 dtypes left\n" in result.stderr
+    assert "compiling our kernels for float16 (1 of 2)\n" in result.stderr
     if target:
         assert not warmed
     else:
@@ -551,6 +611,34 @@ def test_warmup_compiles_and_says_where(
             assert (backends, where, options["always"]) == (list(peers.values()), "cuda", True)
             assert options["direction"] == one
         assert "fla is left out: not installed\n" in result.stderr
+
+
+INTERRUPTED_WARMUP = """
+import signal, sys, threading, time, types
+from pathlib import Path
+
+def compile_all(*given):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(60)
+
+kernels = types.ModuleType("flashqla.ops.kernels")
+kernels.launch = types.SimpleNamespace(compile_all=compile_all)
+sys.modules["flashqla.ops.kernels"] = kernels
+from flashqla import device
+device.nvcc = lambda: (Path("nvcc"), "13.0")
+sys.argv = ["flashqla", "warmup", "--target", "sm_90a"]
+from flashqla.cli.app import main
+main()
+"""
+
+
+def test_ctrl_c_ends_warmup_without_waiting_for_kernels() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_WARMUP], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith(
+        "hint: interrupted: kernels compiled so far are kept; the same command goes on with the others\n"
+    )
 
 
 def test_rows_that_were_interrupted_do_not_count_as_kept(layers: Layers, absent: Make) -> None:
@@ -643,6 +731,7 @@ def test_bench_fails_before_it_measures(layers: Layers, arguments: list[str], co
     result = invoke("bench", "fwd", *arguments)
     assert result.exit_code == code
     assert message in result.stderr
+    assert "note:" not in result.stderr
     assert result.stdout == ""
     assert "cases" not in layers.asked
 

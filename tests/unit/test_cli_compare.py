@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -119,6 +120,7 @@ def test_wrong_usage_is_2(old: str, save: Save, verified: Make, tmp_path: Path) 
         [old, str(tmp_path / "none.json")],
         [old, verify],
         [old, old, "--fail", "5"],
+        [old, old, "--fail", ""],
         [old, old, "--thresholds", str(tmp_path / "none.toml")],
         [old, old, "--allow", "anything"],
         [old, old, "--format", "xml"],
@@ -136,6 +138,21 @@ def test_other_conditions_are_3_unless_allowed(old: str, save: Save, row: Make, 
     assert "NVIDIA H200 against NVIDIA H100" in result.stderr
     assert "--allow hardware" in result.stderr
     assert invoke("compare", old, new, "--allow", "hardware").exit_code == 0
+
+
+def test_other_hardware_is_told_before_rows_that_differ(
+    old: str, save: Save, row: Make, make_run: Callable[..., Run]
+) -> None:
+    environment = replace(make_run().environment, gpu="NVIDIA H100")
+    new = save("new", row(replace(A, gate="strong"), 1.0), environment=environment)
+    for flags in ([], ["--allow-missing-baseline"]):
+        result = invoke("compare", old, new, *flags)
+        assert (result.exit_code, result.stdout) == (3, "")
+        assert result.stderr == (
+            "error: these runs were measured on different hardware\n  given      NVIDIA H200 against NVIDIA H100\n"
+            "  do         measure both on one machine, or allow it: --allow hardware\n"
+        )
+    assert invoke("compare", old, new, "--allow", "hardware").exit_code == 4
 
 
 def test_a_missing_baseline_is_4_unless_allowed(old: str, save: Save, absent: Make, tmp_path: Path) -> None:
@@ -166,6 +183,39 @@ def test_no_row_in_common_is_4(old: str, save: Save, row: Make) -> None:
     assert f"old.json has 2 rows, the first is {A.id} flashqla, " in result.stderr
     assert invoke("compare", old, new, "--allow-missing-baseline").exit_code == 0
     assert invoke("compare", old, old, "--backend", "nobody").exit_code == 4
+
+
+@pytest.fixture
+def short(row: Make) -> Make:
+    """A bench record with three samples, too few to judge it by."""
+
+    def make(case: Case, ms: float) -> Record:
+        record = row(case, ms)
+        assert record.timing
+        return record.model_copy(update={"timing": record.timing.model_copy(update={"samples": [ms] * 3})})
+
+    return make
+
+
+def test_runs_that_no_row_can_be_judged_by_are_4(save: Save, short: Make) -> None:
+    old, new = save("old", short(A, 1.0), short(B, 1.0)), save("new", short(A, 9.0), short(B, 1.0))
+    line = "0 of 2 rows could be judged: 2 unclear, 2 of them with too few samples; measure longer, with --budget"
+    for form in ("text", "markdown", "github", "junit"):
+        result = invoke("compare", old, new, "--format", form)
+        assert (result.exit_code, line in result.stdout) == (4, True), form
+        assert "error: no row could be judged\n" in result.stderr
+    assert ElementTree.fromstring(result.stdout).get("failures") == "1"
+    assert invoke("compare", old, new, "--allow-missing-baseline").exit_code == 4
+    assert invoke("compare", old, new, "--strict").exit_code == 1
+
+
+def test_runs_that_some_rows_can_be_judged_by_pass_and_say_so(old: str, save: Save, row: Make, short: Make) -> None:
+    new = save("new", row(A, 1.0), short(B, 1.0))
+    result = invoke("compare", old, new)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "\n1 of 2 rows could be judged: 1 unclear, 1 of them with too few samples; " in result.stdout
+    junit = invoke("compare", old, new, "--format", "junit").stdout
+    assert [ElementTree.fromstring(junit).get(name) for name in ("failures", "skipped")] == ["0", "1"]
 
 
 # Files and formats
@@ -221,17 +271,23 @@ def test_calibrate_writes_a_thresholds_file(old: str, save: Save, row: Make, tmp
     assert invoke("compare", old, other, "--fail", "3%").exit_code == 1
     assert invoke("compare", old, other, "--thresholds", str(path)).exit_code == 0
     assert invoke("calibrate", old).exit_code == 2
+    twice = invoke("calibrate", old, f"{Path(old).parent}/./{Path(old).name}")
+    assert (twice.exit_code, twice.stdout) == (2, "")
+    assert "error: a run is given twice\n" in twice.stderr
     assert invoke("calibrate", old, other, "--backend", "nobody").exit_code == 4
 
 
 def test_calibrate_warns_of_thresholds_that_guard_nothing(save: Save, row: Make) -> None:
     many = [replace(A, lengths=(length,)) for length in range(1, 12)]
 
-    def told(*, first: float, others: float) -> str:
+    def told(*, first: float, others: float) -> str:  # on stderr, and in the file
         times = [(many[0], first), *((case, others) for case in many[1:])]
         runs = [save("a", *(row(case, 1.0) for case, _ in times)), save("b", *(row(case, ms) for case, ms in times))]
         result = invoke("calibrate", *runs)
         assert result.exit_code == 0
+        note, _, _ = result.stderr.partition("\n")
+        assert ("# Beware: " in result.stdout) == bool(note)
+        assert note.replace("note: ", "# Beware: ") in result.stdout
         return result.stderr
 
     assert told(first=1.05, others=1.05) == ""
@@ -297,7 +353,9 @@ main()
 
 @pytest.mark.parametrize("command", ["compare", "calibrate", "show", "schema", "report", "cases"])
 def test_commands_run_where_torch_is_not_installed(command: str, old: str) -> None:
-    files = {"compare": [old, old], "calibrate": [old, old], "show": [old], "report": [old, "--format", "markdown"]}
+    other = str(Path(shutil.copy(old, f"{old}.again.json")))
+    files = {"compare": [old, old], "calibrate": [old, other], "show": [old], "report": [old, "--format", "markdown"]}
+    files["cases"] = ["--suite", "smoke"]
     call = [command, *files.get(command, [])]
     result = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *call], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")

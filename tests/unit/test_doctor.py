@@ -1,6 +1,7 @@
 """`flashqla doctor`, on machines made up for it."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,24 @@ def test_a_machine_without_a_gpu_has_notes_but_no_problem(machine: Machine) -> N
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0
     assert "note     gpu         none that NVML reports\n                     hint: kernels need" in result.stdout
+
+
+def test_peers_are_no_loss_without_a_gpu(machine: Machine) -> None:
+    assert {check.fix for check in doctor.examine() if check.name in device.PEERS} == {""}
+
+
+def test_hints_name_the_constraints_where_there_are_any(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine.card, machine.cuda, machine.cuda_usable = H200, "13.0", True
+
+    def hint() -> str:
+        return next(check.fix for check in doctor.examine() if check.name == "fla")
+
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    assert hint().startswith("pip install 'flashqla[peers]'; ")
+    (tmp_path / "constraints.txt").touch()
+    assert hint().startswith(f"pip install --constraint {tmp_path}/constraints.txt --editable '{tmp_path}[peers]'; ")
 
 
 def test_a_hopper_machine_in_order(machine: Machine) -> None:

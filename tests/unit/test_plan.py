@@ -84,6 +84,11 @@ def test_a_split_promises_a_gain_even_if_no_head_forgets():
             assert forward_us + summary + costs.split < whole_us
 
 
+def test_a_row_too_long_for_a_grid_of_segments_is_not_split():
+    assert plan.make(hv=8, seqlens=(2048,), tokens=2048).segment_chunks
+    assert not plan.make(hv=8, seqlens=(2048,), tokens=2**26).segment_chunks
+
+
 @pytest.mark.parametrize(("chunks", "size", "segments"), [([5, 0, 4], 2, [2, 2, 1, 0, 2, 2]), ([3], 8, [3])])
 def test_segments(chunks, size, segments):
     assert plan._segments(chunks, size) == segments

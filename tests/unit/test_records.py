@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -21,12 +22,14 @@ from flashqla.records import (
     TensorErrors,
     Timing,
     Writer,
+    gather,
     json_schema,
     judged,
     read,
     resume,
     to_json,
     went_wrong,
+    whole,
 )
 
 CASE = Case(2, 8, (28672, 4096), model="397B/122B TP8")
@@ -311,7 +314,16 @@ def test_content_says_what_a_file_is(
         ({"case.gate": "weak"}, "case.gate: 'weak'", "'typical', 'strong'"),
         ({"case.lengths": [64]}, "case_id 'hk2-hv8/28672+4096/mixed' where the case has 'hk2-hv8/1x64/mixed'", ""),
         ({"tokens": 7}, "tokens 7 where the case has 32768", ""),
-        ({"timing.gpu_ms": 0}, "timing.gpu_ms: 0", "greater than 0"),
+        ({"timing.gpu_ms": 0}, "timing.gpu_ms: 0", "greater than or equal to 0.000000001"),
+        ({"timing.gpu_ms": 5e-324}, "timing.gpu_ms: 5e-324", "greater than or equal to 0.000000001"),
+        ({"timing.samples": [1e308]}, "timing.samples.0: 1e+308", "less than or equal to 1000000000000"),
+        ({"timing.gpu_ms": True}, "timing.gpu_ms: True", "a valid number"),
+        ({"timing.gpu_ms": "0.5"}, "timing.gpu_ms: '0.5'", "a valid number"),
+        ({"timing.repeats": -5}, "timing.repeats: -5", "greater than or equal to 0"),
+        ({"timing.repeats": 12.0}, "timing.repeats: 12.0", "a valid integer"),
+        ({"case.hk": "2"}, "case.hk: '2'", "a valid integer"),
+        ({"seed": False}, "seed: False", "a valid integer"),
+        ({"passed": "yes"}, "passed: 'yes'", "a valid boolean"),
         ({"clocks.power_w": math.inf}, "clocks.power_w: inf", "a finite number"),
         ({"peak_bytes": 10**400}, f"peak_bytes: 1{'0' * 76}...", "less than"),
         ({"status": "fine"}, "status: 'fine'", "'ok', 'missing'"),
@@ -377,3 +389,150 @@ def test_peers_are_not_judged_unless_alone(
         False,
         True,
     ]
+
+
+def damaged(path: Path, number: int, line: bytes) -> None:
+    """Put another line in place of one of a file."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[number] = line
+    path.write_bytes(b"".join(lines))
+
+
+@pytest.mark.parametrize("line", [b'{"case_id": "cut o\n', b"\0\0\0\0\n", b'"\xff\xfe"\n'], ids=["cut", "zero", "byte"])
+def test_a_damaged_line_costs_its_row_alone(
+    tmp_path: Path,
+    make_run: Callable[..., Run],
+    timed: Callable[..., Record],
+    caplog: pytest.LogCaptureFixture,
+    line: bytes,
+) -> None:
+    writer = Writer(tmp_path / "run.json", make_run())
+    rows = [timed(CASE, name, 0.5) for name in ("flashqla", "fla", "flashinfer")]
+    for row in rows:
+        writer.append(row)
+    assert writer.part
+    damaged(writer.part, 2, line)
+    assert read(writer.part).records == [rows[0], rows[2]]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{writer.part}: line 3 is damaged, and its row is left out"
+    ]
+
+
+def killed(path: Path, run: Run, *rows: Record) -> None:
+    """A session that ends after some rows, leaving its part file."""
+    writer = Writer(path, run)
+    for row in rows:
+        writer.append(row)
+
+
+def test_rows_of_every_killed_session_are_taken_over(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record], absent: Callable[..., Record]
+) -> None:
+    path = tmp_path / "run.json"
+    names = ("flashqla", "fla", "flashinfer", "flash-qla")
+    wanted = [(CASE.id, name) for name in names]
+    rows = [timed(CASE, name, 0.5) for name in names]
+    days = [make_run(started=datetime(2026, 3, day, tzinfo=UTC)) for day in range(1, 6)]
+    writer = Writer(path, days[0])
+    writer.append(rows[0])
+    writer.append(absent(CASE, "fla", "timeout"))
+    writer.finish(interrupted=True)
+
+    for day, row in ((1, rows[1]), (2, rows[2])):
+        begun, _ = gather(path)
+        killed(path, resume(begun, days[day], wanted), row)
+    part, old = tmp_path / "run.json.jsonl", tmp_path / "run.json.jsonl.old"
+    damaged(part, 2, b"{\n")  # of its three rows the second, which the session before has too
+    begun, found = gather(path)
+    assert found == {part: "2 rows of this run, taken over", old: "2 rows of this run, taken over"}
+    assert {record.backend: record.session for record in begun.records} == {
+        name: days[day].started for day, name in enumerate(names[:3])
+    }
+    begun = resume(begun, days[3], wanted)
+    assert begun.sessions == [run.started for run in days[:3]]
+    writer = Writer(path, begun)
+    assert writer.aside == tmp_path / "run.json.jsonl.old.2"
+    assert old.exists()
+    writer.append(rows[3])
+    done = writer.finish(order=wanted)
+    assert [record.model_copy(update={"session": None}) for record in done.records] == rows
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_rows_of_another_run_are_left_alone_and_kept(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record]
+) -> None:
+    path, row = tmp_path / "run.json", timed(CASE, "flashqla", 0.5)
+    killed(path, make_run(started=datetime(2026, 3, 1, tzinfo=UTC)), row)
+    killed(path, make_run(started=datetime(2026, 3, 2, tzinfo=UTC)), row)
+    Writer(path, make_run()).finish()
+    olds = [tmp_path / "run.json.jsonl.old", tmp_path / "run.json.jsonl.old.2"]
+    assert [len(read(old).records) for old in olds] == [1, 1]
+    olds[1].write_text("mine\n")
+    begun, found = gather(path)
+    assert (begun, found) == (
+        read(path),
+        {olds[0]: "1 rows of another run, left alone", olds[1]: "not a result file of flashqla, and is left alone"},
+    )
+    assert [whole(name) for name in (path, *olds)] == [path] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (lambda r: r["timing"].update(gpu_ms=0.4), "timing.gpu_ms 0.4 where the median of its samples is 0.5"),
+        (lambda r: r.update(direction="bwd"), "bench-bwd in a bench-fwd run"),
+        (lambda r: r.update(command="verify"), "verify-fwd in a bench-fwd run"),
+        (lambda r: r["errors"]["o"].update(rel_l2=0.03), "passed with rel_l2 0.03 of o, whose bound is 0.02"),
+        (lambda r: r["errors"]["o"].update(nan=1, rel_l2=None), "passed with 1 nan and 0 inf in o"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(
+    tmp_path: Path,
+    make_run: Callable[..., Run],
+    timed: Callable[..., Record],
+    change: Callable[[dict[str, Any]], object],
+    given: str,
+) -> None:
+    errors = {"o": TensorErrors(rel_l2=0.01, max_abs=1.0, cosine=1.0)}
+    row = timed(CASE, "flashqla", 0.5, errors=errors, bound=0.02, bounds={"o": 0.02}, passed=True)
+    path = tmp_path / "run.json"
+    content = json.loads(to_json(make_run(row)))
+    path.write_text(json.dumps(content))
+    assert read(path).records == [row]
+    change(content["records"][0])
+    path.write_text(json.dumps(content))
+    with pytest.raises(RecordError, match="contradicts itself") as caught:
+        read(path)
+    assert caught.value.given == f"{path}: record 1 ({CASE.id} flashqla), {given}"
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_key_that_stands_twice_is_refused(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record], part: bool
+) -> None:
+    path = tmp_path / "run.json"
+    killed(path, make_run(), timed(CASE, "flashqla", 0.5), timed(CASE, "fla", 0.5))
+    if part:
+        path = tmp_path / "run.json.jsonl"
+    else:
+        path.write_text(to_json(make_run(timed(CASE, "flashqla", 0.5))))
+    path.write_text(path.read_text().replace('"gpu_ms": 0.5', '"gpu_ms": 0.5, "gpu_ms": 0.1', 1))
+    with pytest.raises(RecordError, match="gpu_ms stands more than once in one object"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["a" * 250, "é" * 126])
+def test_a_name_too_long_is_refused_before_anything_is_measured(
+    tmp_path: Path, make_run: Callable[..., Run], name: str
+) -> None:
+    with pytest.raises(RecordError, match="File name too long"):
+        Writer(tmp_path / name, make_run())
+    Writer(tmp_path / ("a" * 245), make_run()).finish()
+    assert [len(path.name) for path in tmp_path.iterdir()] == [245]
+
+
+def test_half_a_surrogate_pair_in_a_file_is_read(tmp_path: Path, make_run: Callable[..., Run]) -> None:
+    path, run = tmp_path / "run.json", make_run(argv=["bench", "fwd", "\udcff"])
+    path.write_text(to_json(run))
+    assert read(path) == run

@@ -82,7 +82,7 @@ def verify(make_run: Callable[..., Run], verified: Make, absent: Make) -> Run:
         verified(B, "flashqla", 1e-3, 1e-3),
         verified(B, "fla", 0.5, 1.0, passed=False),
         verified(C, "flashqla", 2e-3, 1e-3),
-        absent(C, "fla", "unsupported", reason="no packed rows", hint=None),
+        absent(C, "fla", "unsupported", command="verify", reason="no packed rows", hint=None),
         kind="verify-fwd",
     )
 
@@ -111,6 +111,14 @@ def test_rows_that_went_wrong_are_listed_with_reason_and_hint(bench: Run) -> Non
     text = Elements(report.html([bench])).text
     assert "flashinfer : missing , it is not installed (pip install flashinfer) 2 rows" in text
     assert f"flashinfer : oom , 20 GB asked (pip install flashinfer) : {C.id}" in text
+
+
+def test_rows_with_too_few_samples_are_listed(make_run: Callable[..., Run], timed: Make) -> None:
+    record = timed(A, "flashqla", 0.1)
+    assert record.timing
+    few = record.model_copy(update={"timing": record.timing.model_copy(update={"samples": [0.1] * 4})})
+    (trouble,) = report._troubles(make_run(few))
+    assert (trouble.what, trouble.bad) == ("fewer than 5 samples, too few to tell how noisy", False)
 
 
 def test_pages_show_peak_memory_where_it_is_known(bench: Run) -> None:
@@ -179,7 +187,7 @@ def test_runs_are_shown_one_after_another_and_never_merged(bench: Run, verify: R
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
     assert len(links) > 4
     assert {str(link).removeprefix("#") for link in links} <= set(ids)
-    assert "Accuracy against peers" in page.text
+    assert "Accuracy, side by side" in page.text
 
 
 def test_page_needs_nothing_from_elsewhere(bench: Run, verify: Run) -> None:
@@ -294,6 +302,22 @@ def test_markdown_is_a_summary_with_all_rows_folded_away(bench: Run, verify: Run
     assert rest.count("</details>") == 2
     assert "1 passed fla (1 failed, 1 unsupported)" in rest
     assert "http" not in summary
+
+
+def test_a_page_is_not_for_terminals(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(to_json(bench))
+    monkeypatch.setattr("flashqla.cli.report._terminal", lambda: True)
+    refused = invoke("report", path)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "do         name a file with --out report.html" in refused.stderr
+    assert invoke("report", path, "--format", "text").exit_code == 0
+
+
+def test_without_ceilings_a_summary_has_no_floor(bench: Run) -> None:
+    other = bench.model_copy(update={"environment": replace(bench.environment, gpu="NVIDIA H20")})
+    assert "of floor" in report.summary([bench])
+    assert "of floor" not in report.summary([other])
 
 
 def test_noisy_rows_are_told(make_run: Callable[..., Run], timed: Make) -> None:

@@ -68,3 +68,23 @@ def test_the_readme_says_what_was_measured() -> None:
         for tensor, limit in limits.items():
             errors = {name: r.errors[tensor].rel_l2 for name, r in of.items() if r.errors}
             assert errors["flashqla"] <= limit * min(errors[peer] for peer in peers)
+
+
+@pytest.mark.skipif(not RESULTS, reason="nothing is published yet")
+def test_the_readme_says_what_was_measured_against_flashinfer() -> None:
+    root = Path(__file__).parents[2]
+    text = re.sub(r"\s+", " ", (root / "README.md").read_text())
+    rows: dict[str, dict[str, Record]] = {}
+    for record in read(root / "results/benchmark_flashinfer_H200.json").records:
+        rows.setdefault(record.case_id, {})[record.backend] = record
+    graph, call = (
+        [clock(of["flashinfer"]) / clock(of["flashqla"]) for of in rows.values()]
+        for clock in (lambda r: r.timing.gpu_ms, lambda r: r.timing.call_ms)
+    )
+    behind, behind_called = (sum(ratio < 1 for ratio in ratios) for ratios in (graph, call))
+    told = f"{geometric_mean(graph):.2f}x as a graph, where FlashInfer is ahead in {behind} rows"
+    told += (
+        f", and {geometric_mean(call):.2f}x called from Python and waited for, where it is ahead in {behind_called}."
+    )
+    assert f"on the {len(rows)} rows with 16/64, 16/16 and 32/32 heads" in text
+    assert told in text

@@ -26,7 +26,7 @@ flashqla bench fwd
 tvm-ffi 0.1.12
   peers     fla 0.6.0
   kernels   sources sha256 0123456789abcdef
-  settings  L2 cold, CUDA graph replay, 1 samples per time, suite qwen, seed 0, device cuda
+  settings  L2 cold, CUDA graph replay, 12 samples per time, suite qwen, seed 0, device cuda
 
 397B/122B TP8  h_k=2 h_v=8
                         ms      ms          ms   call ms  call ms  faster than  faster than
@@ -146,6 +146,16 @@ def test_noise_is_marked(make_run: Callable[..., Run], timed: Make, iqr: float |
     assert "\n~: noisy, the middle half of the samples spans more than 5% of the time.\n" in bench_text(run)
 
 
+@pytest.mark.parametrize(("samples", "mark"), [(1, "?"), (4, "?"), (5, "")])
+def test_too_few_samples_are_marked(make_run: Callable[..., Run], timed: Make, samples: int, mark: str) -> None:
+    record = timed(A, "flashqla", 1.0)
+    assert record.timing
+    timing = record.timing.model_copy(update={"samples": [1.0] * samples})
+    shown = bench_text(make_run(record.model_copy(update={"timing": timing})))
+    assert f"  1.0000{mark}  " in shown
+    assert ("\n?: fewer than 5 samples, too few to tell how noisy they are; --budget" in shown) == bool(mark)
+
+
 def test_rows_of_earlier_sessions_are_counted(make_run: Callable[..., Run], timed: Make) -> None:
     first, second = (datetime(2026, 1, day, tzinfo=UTC) for day in (1, 2))
     rows = [timed(A, "flashqla", 1.0, session=first), timed(B, "flashqla", 1.0)]
@@ -192,6 +202,12 @@ def test_peak_memory_has_columns_of_its_own(make_run: Callable[..., Run], timed:
     assert "MiB" not in bench_text(run)
     head, *rows = csv_reader(csv(run).splitlines())
     assert [dict(zip(head, row, strict=True))["peak_bytes"] for row in rows] == [str(3 * 2**30), "0", str(2**19), ""]
+
+
+def test_memory_that_is_not_known_has_a_note_and_no_columns(make_run: Callable[..., Run], timed: Make) -> None:
+    shown = text(bench_page(make_run(timed(A, "flashqla", 0.5)), memory=True))
+    assert "\npeak MiB: not known, because it is counted on a GPU alone.\n" in shown
+    assert shown.count("MiB") == 1
 
 
 def test_backward_runs_show_memory_where_it_is_known(make_run: Callable[..., Run], timed: Make) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -68,6 +69,23 @@ def verify(make_run: Callable[..., Run], verified: Make) -> Comparison:
 
 def test_text(bench: Comparison) -> None:
     assert formats.text(*bench) == TEXT
+
+
+def test_long_facts_are_wrapped_and_large_thresholds_written_out(bench: Comparison) -> None:
+    old, new, rows = bench
+    changed = new.model_copy(update={"settings": {f"setting {n}": "x" * 20 for n in range(20)}})
+    wide = [replace(row, threshold=20.17) for row in rows]
+    lines = formats.text(old, changed, wide).splitlines()
+    assert max(map(len, lines)) < 125
+    assert "Thresholds: 2017%." in lines
+    assert sum("setting " in line for line in formats.markdown(old, changed, wide).splitlines()) == 1
+
+
+def test_only_peers_are_called_so(bench: Comparison) -> None:
+    old, new, rows = bench
+    text = formats.text(old, new, [replace(row, backend=row.backend.replace("fla", "torch", 1)) for row in rows[-1:]])
+    assert "\nRows of torch are shown and fail nothing.\n" in text
+    assert text.endswith("\ntorch (does not count): 1 missing\n")
 
 
 def test_text_with_everything_hides_nothing(bench: Comparison) -> None:
