@@ -6,10 +6,10 @@
 Shapes  q, k [T, hk, 128], v (forward) or dO (reverse) [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records of the inverse kernel;
         entering [N, hv, K, V] fp32, bf16 or fp16, leaving the same in fp32, any strides: the initial state (forward), or the gradients of the
         final state and of the initial one (reverse); of a split sequence starts [segments, hv, V, K] fp32, what leaves each segment
-        ->  states [slots, hv, V, K]: S that enters each chunk, or dS of the state that leaves it; y [T, hv, 128]: U, or beta dY, where a
-        beta below SMALL_BETA counts as 1 (the gradient of such a beta cannot be had from beta dY)
+        ->  states [pairs, hv, V, K]: S that enters each second chunk (forward), or [slots, hv, V, K]: dS of the state that leaves each
+        (reverse); y [T, hv, 128]: U, or beta dY, where a beta below SMALL_BETA counts as 1 (the gradient of such a beta cannot be had from beta dY)
 Grid    a CTA per segment (of segment_chunks chunks; 0: a whole sequence), value head and v_tile columns of V
-Cost    per chunk and value head 5 products of 64x64x128 forward, 9 reverse, and about 90 KB of HBM
+Cost    per chunk and value head 5 products of 64x64x128 and 66 KB of HBM forward, 9 and 90 KB reverse
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form; its derivative
 
 Either is the other run backwards, and both are the core of the forward kernel: a state warpgroup keeps 64 columns of the state in fp32 registers,
@@ -78,8 +78,8 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
     QK_READERS = SCORE_END // WARP
 
-    tokens, slots, hk, hv, sequences, segments, offsets = (
-        T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "segments", "offsets")
+    tokens, slots, state_slots, hk, hv, sequences, segments, offsets = (
+        T.dynamic(x) for x in ("tokens", "slots", "state_slots", "hk", "hv", "sequences", "segments", "offsets")
     )
     q0, q1, k0, k1, v0, v1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1"))
     e0, e1, e2, e3, l0, l1, l2, l3, s0, s1, s2, s3 = (T.dynamic(f"{x}{d}") for x in "els" for d in range(4))
@@ -112,10 +112,12 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
 
     @T.macro
     def hand_out_state(S_in, i, x, w):
-        T.barrier_wait(x.s_free[0], (i & 1) ^ 1)
-        T.call_extern("handle", "flashqla::store_tiles", T.address_of(x.s_smem[w, 0, 0, 0]), S_in.data)
-        T.fence_proxy_async()
-        T.barrier_arrive(x.s_ready[0])
+        n = i if reverse else i // 2  # states before it
+        if T.Or(reverse, (x.chunks_before + i) & 1 == 0):
+            T.barrier_wait(x.s_free[0], (n & 1) ^ 1)
+            T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
+            T.fence_proxy_async()
+            T.barrier_arrive(x.s_ready[0])
 
     @T.macro
     def hand_out_y(Y, i, x, w):
@@ -251,13 +253,16 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         for i in T.unroll(x.chunks, unroll_factor=1):
             chunk = x.chunks - 1 - i if reverse else i
             first = x.bos + chunk * CHUNK
-            T.barrier_wait(x.s_ready[0], i & 1)
-            for w in T.unroll(groups):
-                row = x.first_column + w * TILE
-                for half in T.unroll(HALVES):
-                    T.tma_copy(x.s_smem[w, half, :, :], states[x.slot + chunk, x.head, row:row + TILE, half * TILE:half * TILE + TILE])
-            T.tma_store_wait(0, read=True)
-            T.barrier_arrive(x.s_free[0])
+            if T.Or(reverse, (x.chunks_before + i) & 1 == 0):
+                n = i if reverse else i // 2  # states before it
+                slot = x.slot + chunk if reverse else x.pair + (x.chunks_before + i) // 2
+                T.barrier_wait(x.s_ready[0], n & 1)
+                for w in T.unroll(groups):
+                    row = x.first_column + w * TILE
+                    for half in T.unroll(HALVES):
+                        T.tma_copy(x.s_smem[w, half, :, :], states[slot, x.head, row:row + TILE, half * TILE:half * TILE + TILE])
+                T.tma_store_wait(0, read=True)
+                T.barrier_arrive(x.s_free[0])
             T.barrier_wait(x.y_ready[0], i & 1)
             if chunk * CHUNK + CHUNK <= x.length:
                 for w in T.unroll(groups):
@@ -282,7 +287,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         records: T.Tensor((slots, hv, BACKWARD_RECORD, CHUNK), "float32"),
         cu_seqlens: T.Tensor((offsets,), "int32"),
         entering: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (e0, e1, e2, e3), state_dtype),
-        states: T.Tensor((slots, hv, HEAD_DIM, HEAD_DIM), dtype),
+        states: T.Tensor((state_slots, hv, HEAD_DIM, HEAD_DIM), dtype),
         y: T.Tensor((tokens, hv, HEAD_DIM), dtype),
         leaving: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (l0, l1, l2, l3), "float32"),
         starts: T.StridedTensor((segments, hv, HEAD_DIM, HEAD_DIM), (s0, s1, s2, s3), "float32"),
@@ -368,7 +373,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
                 s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, segment=segment, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
-                slot=slot, bos=first, length=length, chunks=chunks, is_first=index == 0, is_inner=is_inner,
+                slot=slot, pair=bos // (2 * CHUNK) + sequence, chunks_before=index * segment_chunks, bos=first, length=length, chunks=chunks, is_first=index == 0, is_inner=is_inner,
                 has_entering=has_entering, has_leaving=has_leaving,
             )
             if tx < WARP_GROUP:

@@ -40,7 +40,7 @@ BACKWARD_RECORD = 9
 SMALL_BETA = 2.0**-10  # below, the gradient of beta does not come from what was scaled by beta
 FORGOTTEN = -24.0  # base-2 log of a decay that leaves of a state less than a rounding of fp32
 # Chunk c of sequence n has the slot cu_seqlens[n] // 64 + n + c. That needs no table, keeps apart the chunks of different sequences, and leaves
-# at most one slot a sequence unused.
+# at most one slot a sequence unused. Pairs of chunks, 2p and 2p + 1, have slots of their own in the same way: cu_seqlens[n] // 128 + n + p.
 
 
 def cuda(*names: str) -> str:

@@ -37,7 +37,7 @@ def backward(
 
     do [B, T, hv, 128] and dht (shaped as the initial state, or None) are the gradients of the results. saved: the
     cumulative gate and A of the forward pass, whose q and k were normalised already; without it they are computed again.
-    Per chunk and value head 64 KB of states and their gradients, 16 KB of U, 8 KB of A and 2.3 KB of factors are allocated.
+    Per chunk and value head 16 KB of states, 32 KB of their gradients, 16 KB of U, 8 KB of A and 2.3 KB of factors are allocated.
     """
     p = problem
     q, k, v, do = (launch._rows(x) for x in (p.q, p.k, p.v, do))
@@ -47,11 +47,11 @@ def backward(
     slots = tokens // CHUNK + sequences + 1
     dtype = DTYPES[q.dtype]
 
-    dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))
     dv, u = (v.new_empty((tokens, hv, HEAD_DIM)) for _ in range(2))
     records = q.new_empty((slots, hv, BACKWARD_RECORD, CHUNK), dtype=torch.float32)
-    dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
-    states, dstates = (q.new_empty((slots, hv, HEAD_DIM, HEAD_DIM)) for _ in range(2))
+    # Of two neighbouring chunks the second enters with a state that the gradients kernel makes from that of the first.
+    pairs = tokens // (2 * CHUNK) + sequences
+    states, dstates = (q.new_empty((count, hv, HEAD_DIM, HEAD_DIM)) for count in (pairs, slots))
     nothing = records.as_strided((sequences, hv, HEAD_DIM, HEAD_DIM), (0, 0, 0, 0))  # stands for a state that is not there
     initial, dfinal = (nothing if x is None else launch._key_first(p, x) for x in (p.initial_state, dht))
     dinitial = None if p.initial_state is None else records.new_empty(p.initial_state.shape)
@@ -89,9 +89,14 @@ def backward(
         q, k, do, A, records, offsets, dfinal, dstates, dv, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
         p.scale, group, step, segments, has_dht, has_dinitial,
     )
+    del A, starts, dstarts  # what comes next may lie where they lay: it is written when those who read them have ended
+    dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))
+    dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
+    # Every second chunk has a state to be made first: none of the CTAs, which go on by as many items, should meet those alone.
+    ctas = min(slots * hk, sm_count - int(sm_count % (2 * hk) == 0))
     launch._kernel("gradients", dtype, p.l2norm)(
         q, k, v, do, u, records, states, dstates, offsets, dq, dk, dv, dg, dbeta, p.scale, sequences, step,
-        min(slots * hk, sm_count),
+        ctas,
     )
     # fmt: on
     return Backward(

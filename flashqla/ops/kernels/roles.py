@@ -50,7 +50,7 @@ def decay_state(S, i, x):
 def load_v(V, i, x, w):
     """V^T of 64 columns into registers, when it is there."""
     T.barrier_wait(x.va_ready[i % STAGES], (i // STAGES) & 1)
-    T.call_extern("handle", "flashqla::load_transposed", V.data, T.address_of(x.v_smem[i % STAGES, w, 0, 0]))
+    T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[i % STAGES, w, 0, 0], "r"))
 
 
 @T.macro

@@ -19,6 +19,18 @@ __device__ __forceinline__ long long chunk_of(const int* offsets, int step, int 
   return (static_cast<long long>(first) << 7) + max(min(eos - first, 64), 0);
 }
 
+// The same in a vector: rows, first token; and of the state that enters the chunk, of which every second one of a sequence is stored: its slot, and
+// whether that is the state of the chunk in front.
+__device__ __forceinline__ void find_chunk(int* found, const int* offsets, int step, int sequences, int tokens, int slot) {
+  const int sequence = owner(offsets, step, sequences, 64, slot);
+  const int bos = max(min(offsets[sequence * step], tokens), 0), eos = max(min(offsets[(sequence + 1) * step], tokens), bos);
+  const int index = slot - bos / 64 - sequence, first = bos + index * 64;
+  found[0] = max(min(eos - first, 64), 0);
+  found[1] = first;
+  found[2] = bos / 128 + sequence + index / 2;
+  found[3] = index & 1;
+}
+
 // The last chunk from which on the decay is below 2^limit, so that a state from before it is forgotten by the end; -1 if there is none.
 // decays: base-2 log of the decay of each chunk. By all lanes of a warp; in every warp the same.
 __device__ __forceinline__ int forgotten_before(const float* decays, long long stride, int chunks, float limit) {
