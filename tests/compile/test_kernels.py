@@ -221,36 +221,36 @@ def test_gradients(arguments: tuple[str, bool]) -> None:
     kernel = import_module("flashqla.ops.kernels.gradients")
     assert_nothing_was_given_up(built)
     registers = [getattr(kernel, f"{role}_REGISTERS") for role in ("COLUMNS", "COLUMNS", "SCORE", "SERVICE")]
-    assert_fits(built, 1, registers)
+    assert_fits(built, 1, registers, alike=1)
     found = built.opcodes
-    # Products of 64x64x64 take 4. dO S^T, dY S^T and U dS^T, and U^T K for the state that is not stored, are 4 of them;
-    # dO U^T, dY U^T, Q K^T, K K^T, and the four with Z and X are 2.
-    assert found["HGMMA"] == 4 * (4 * 4 + 8 * 2)
-    assert found["LDSM"] == 2 * 2 * 4  # U^T for that state, of both halves of V, by both warpgroups
-    assert found["STSM"] == 2 * 4  # Z and X
+    # Products of 64x64x64 take 4. dO S^T, dY S^T, U dS^T, dO U^T, dY U^T, Q K^T and K K^T are 2 of them; those with Z
+    # and X are one, as is U^T K for the state that is not stored. Both warpgroups with columns of K run the same code.
+    assert found["HGMMA"] == 4 * (7 * 2 + 3 + 1)
+    # q and twice k beside those products, and the state that is not stored, in place; U^T for it; X + X^T of a block on
+    # the diagonal; the inner product of states.
+    assert (found["LDSM"], found["MOVM"], found["HMMA"]) == (3 * 4 + 4 + 4, 4 * 3, 2 * 8)
+    assert found["STSM"] == 4 + 3 * 4  # that state; a block of Z, of X and of X^T for each column of blocks
     # Tokens, of whole chunks and of the last; states; U, k and record for that state; q and k, of whole chunks and of
     # the last.
     assert found["UTMALDG"] == 2 * (3 * 2 + 1) + 2 * 4 + (2 * 2 + 1) + 2 * 2 * 2
-    # Before the roles; each warpgroup that made a state; both with the norms.
-    assert found["BAR"] == 1 + 2 + 2 * arguments[1]
+    # Before the roles; both warpgroups in front of a state and behind it; both with the norms.
+    assert found["BAR"] == 1 + 2 + arguments[1]
     assert built.source.count("__syncthreads()") == 1
     assert "sync_thread_partial" not in built.source
-    _, (left, right, score, load, finish) = split_roles(built)
+    _, (columns, score, load, finish) = split_roles(built)
     fence = r"[^;]*; tl::fence_proxy_async\(\); "
-    for half, role in enumerate((left, right)):
-        assert role.count("store_rows<") == 2  # dq and dk
-        guard = r"[ }]*(?:if \([^;{]*\) \{ )?"  # TileLang repeats a condition around each statement under it
-        made = rf"add_to_state<\w+>\([^;]*;{guard}tl::fence_proxy_async\(\);{guard}__syncwarp\(\);.*"
-        made += rf"tokens_free\[[^;]*arrive\(\);[ }}]*(?:if \([^;{{]*\) \{{ )?flashqla::meet\({9 + half}\);"
-        assert re.search(made, role)
-        # What is written to shared memory for a product, or read by others than products before it is free: no more.
-        assert role.count("fence_proxy_async") == 2
-        read = r"add_inner_product<.*tl::fence_proxy_async\(\); __syncwarp\(\); if [^;]*"
-        assert re.search(read + rf"[^d]s_free\[{half}\].*ds_free\[{half}\]", role)
-        assert len(re.findall(r"put_dots\(", role)) == 3
-        assert role.count("take_out_norms<") == arguments[1]
+    assert columns.count("store_rows<") == 2  # dq and dk
+    guard = r"[ }]*(?:if \([^;{]*\) \{ )?"  # TileLang repeats a condition around each statement under it
+    made = rf"flashqla::meet\(\);.*advance_state<\w+>\([^;]*;{guard}tl::fence_proxy_async\(\);{guard}__syncwarp\(\);.*"
+    made += r"tokens_free\[[^;]*arrive\(\);[ }]*(?:if \([^;{]*\) \{ )?flashqla::meet\(\);"
+    assert re.search(made, columns)
+    # What is written to shared memory for a product, or read by others than products before it is free: no more.
+    assert columns.count("fence_proxy_async") == 2
+    read = r"put_inner_product\(.*tl::fence_proxy_async\(\); __syncwarp\(\); if [^;]*"
+    assert re.search(read + r"[^d]s_free\[.*ds_free\[", columns)
+    assert columns.count("take_out_norms<") == arguments[1]
     assert score.count("fence_proxy_async") == 1
-    stored = r"store_tile\([^;]*z_smem[^;]*; flashqla::store_tile\([^;]*x_smem"
+    stored = r"query_scores<[^;]*z_smem.*key_scores<[^;]*x_smem"
     assert re.search(stored + fence + r"zx_ready[^;]*arrive\(\);", score)
     assert load.count("zero_rows(") == 3 * 2 + 2 * 2
     assert [load.count(name) for name in ("prefetch_block(", "prefetch_rows(")] == [2, 2]  # S and dS; q and k
@@ -276,10 +276,11 @@ def assert_nothing_was_given_up(built: Built) -> None:
     assert built.opcodes["LDL"] == built.opcodes["STL"] == 0
 
 
-def assert_fits(built: Built, ctas: int, roles: Sequence[int] = ()) -> None:
-    """As many CTAs fit in an SM. roles: registers that each warpgroup asks for, of a thread."""
+def assert_fits(built: Built, ctas: int, roles: Sequence[int] = (), alike: int = 0) -> None:
+    """As many CTAs fit in an SM. roles: registers that each warpgroup asks for, of a thread; `alike` of the first run
+    the code of the one after them."""
     found = re.findall(r"USETMAXREG\.[\w.]+ (?:UP\d, )?0x(\w+)", built.code)
-    assert sorted(int(digits, 16) for digits in found) == sorted(roles)
+    assert sorted(int(digits, 16) for digits in found) == sorted(roles[alike:])
     if roles:
         # Roles trade what all threads together were started with. If they asked for more, one would wait for ever.
         assert built.threads == len(roles) * WARP_GROUP

@@ -10,7 +10,7 @@ Shapes  q, k [T, hk, 128], v, do, U, dv [T, hv, 128], states [pairs, hv, V, K], 
         [slots, hv, 9, 64] fp32
         ->  dq, dk [T, hk, 128]; dg, dbeta [T, hv] fp32; rows of dv with a small beta (chain.py) in place
 Grid    persistent CTAs; an item is a chunk and a key head, whose value heads follow each other
-Cost    per chunk and value head 13 products of 64x64x128 and 98 KB of HBM, and per key head 2 products and 64 KB: bound by HBM
+Cost    per chunk and value head 12 products of 64x64x128 and 98 KB of HBM, and per key head 2 products and 64 KB: bound by HBM
 Source  differentiation of the chunkwise form, as in reference/backward.py
 
 Of the states that enter the chunks of a sequence the first, third, .. are there. The next one follows from such a state and from U and K of its
@@ -21,7 +21,9 @@ dq and dk stay in fp32 registers over the value heads of the group, which come i
     COLUMNS  two warpgroups, 64 columns of K each: dQ, dK, <S, dS>    LOAD    one warp: TMA in, zeros past the end of a sequence
     SCORE    one warpgroup: Z, X and their sums                       FINISH  one warp: dg, dbeta from the sums of the others
 
-Halves of K, not dQ and dK, so that both warpgroups have as much to do: of the products three before Z and X, and four with them.
+Halves of K, not dQ and dK, so that both warpgroups have as much to do: of the products three before Z and X, and three with them. They run the
+same instructions, with the half in a register: two copies of them do not fit in the caches of instructions, and warps waited a fourth of their time.
+X and X^T are one operand, as X is zero on and above its diagonal.
 
 A barrier is named for what it says is ready or free: qk, tokens (dO, U, dY, record of a value head), s and ds (a half of K of
 S and dS), zx, sums.
@@ -36,7 +38,6 @@ from tilelang.layout import make_swizzled_layout
 from flashqla.ops.kernels.common import (
     BACKWARD_RECORD,
     CHUNK,
-    CHUNK_DECAY,
     CUDA_TYPES,
     HEAD_DIM,
     HOPPER,
@@ -55,16 +56,17 @@ HALVES = HEAD_DIM // TILE
 BOTH = tuple(range(HALVES))  # a loop over it is unrolled while tracing
 TOKEN_STAGES = 2
 SIZE = 2  # bytes of an element
-SUMS = 14 * CHUNK  # floats, see gradients.cuh
-QUERY, KEY, WRITTEN, INNER = 0, 128, 256, 832  # where sums lie
+SUMS = 32 * CHUNK  # floats, see gradients.cuh
+QUERY, KEY, WRITTEN, INNER = 0, 512, 1024, 1984  # where sums lie
+PARTS = 4 * CHUNK  # of sums of rows, of a half of K
+OWN = CHUNK * TILE // WARP_GROUP  # elements of a thread
 # What LOAD tells the others of an item: its tokens, the first of them, the key head, whether the state to come is that of the chunk in front.
 ROWS, FIRST, HEAD, AHEAD, WORK = 0, 1, 2, 3, 4
-MEETING = 9  # of the barriers of an SM, one for each half of K
 WORKS = 4  # items, so that LOAD, which is no more than two value heads ahead, leaves alone those that are still to be stored
-LEFT_END, RIGHT_END, SCORE_END = WARP_GROUP, 2 * WARP_GROUP, 3 * WARP_GROUP
+COLUMNS_END, SCORE_END = 2 * WARP_GROUP, 3 * WARP_GROUP
 LOAD_END, FINISH_END = SCORE_END + WARP, SCORE_END + 2 * WARP
 THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
-COLUMNS_REGISTERS, SCORE_REGISTERS, SERVICE_REGISTERS = 144, 160, 64  # a thread, in all what the CTA starts with
+COLUMNS_REGISTERS, SCORE_REGISTERS, SERVICE_REGISTERS = 144, 144, 80  # a thread, in all what the CTA starts with
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -75,28 +77,11 @@ def build_gradients(dtype: str, l2norm: bool):
     q0, q1, k0, k1, v0, v1, d0, d1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1", "d0", "d1"))
 
     @T.macro
-    def advance_state(x, n, product, s):
-        """S that enters the chunk, from S of the one in front, its U and K: decay_C S + (decay_C / decay U)^T K, rounded as it would be stored."""
-        operand = T.alloc_fragment((TILE, CHUNK), dtype)
-        for h in BOTH:
-            T.call_extern("handle", "flashqla::load_transposed", operand.data, T.access_ptr(x.do_smem[s, h, 0, 0], "r"))
-            T.call_extern("handle", f"flashqla::scale_columns<{element}>", operand.data, T.access_ptr(x.record_smem[s, KEY_DECAY, 0], "r"))
-            T.wgmma_gemm(operand, x.u_smem[s, n, :, :], product, clear_accum=True)
-            T.wait_wgmma(0)
-            T.call_extern(
-                "handle", f"flashqla::add_to_state<{element}>", T.access_ptr(x.s_smem[n, h, 0, 0], "r"), product.data, T.access_ptr(x.record_smem[s, CHUNK_DECAY, 0], "r")
-            )
-        T.fence_proxy_async()
-        release(x, x.tokens_free, s)
-        T.call_extern("handle", "flashqla::meet", MEETING + n)
-
-    @T.macro
-    def columns(x, n, dq, dk):
-        dq_sum = T.alloc_fragment((CHUNK, TILE), "float32")
-        dk_sum = T.alloc_fragment((CHUNK, TILE), "float32")
-        product = T.alloc_fragment((CHUNK, TILE), "float32")
-        dots = T.alloc_local((2,), "float32")
-        inner = T.alloc_local((1,), "float32")
+    def columns(x, dq, dk):
+        half: T.int32 = T.call_extern("int32", "flashqla::half_of_columns")
+        dq_sum = T.alloc_local((OWN,), "float32")
+        dk_sum = T.alloc_local((OWN,), "float32")
+        product = T.alloc_local((OWN,), "float32")
         count = T.alloc_var("int32")  # stages of tokens so far
         heads = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
@@ -109,76 +94,75 @@ def build_gradients(dtype: str, l2norm: bool):
         T.barrier_wait(x.tokens_ready[0], 0)
         rows = x.work[0, ROWS]
         while rows > 0:
-            T.clear(dq_sum)
-            T.clear(dk_sum)
+            T.call_extern("handle", "flashqla::clear", dq_sum.data)
+            T.call_extern("handle", "flashqla::clear", dk_sum.data)
             for _ in T.unroll(group, unroll_factor=1):
                 T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
-                T.barrier_wait(x.s_ready[n], heads & 1)
+                T.barrier_wait(x.s_ready[half], heads & 1)
                 if x.work[done % WORKS, AHEAD] != 0:
-                    advance_state(x, n, product, count % TOKEN_STAGES)
+                    # Of the other half of K too, as this is done by halves of V; waited for here alone, its barrier could be a round behind.
+                    T.call_extern("handle", "flashqla::meet")
+                    T.barrier_wait(x.s_ready[1 - half], heads & 1)
+                    before = count % TOKEN_STAGES
+                    T.call_extern(
+                        "handle", f"flashqla::advance_state<{element}>", T.access_ptr(x.s_smem[0, 0, 0, 0], "r"), T.access_ptr(x.do_smem[before, 0, 0, 0], "r"),
+                        T.access_ptr(x.u_smem[before, 0, 0, 0], "r"), T.access_ptr(x.record_smem[before, 0, 0], "r"), half,
+                    )
+                    T.fence_proxy_async()
+                    release(x, x.tokens_free, before)
+                    T.call_extern("handle", "flashqla::meet")
                     count = count + 1
                     T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
                 s = count % TOKEN_STAGES
-                inner[0] = 0.0
-                for_do: T.int32 = T.call_extern("int32", "flashqla::anew", s)
-                for h in BOTH:
-                    T.wgmma_gemm(x.do_smem[for_do, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
+                T.call_extern("handle", "flashqla::begin_product<8>", product.data, T.access_ptr(x.do_smem[s, 0, 0, 0], "r"), T.access_ptr(x.s_smem[half, 0, 0, 0], "r"), False)
                 T.barrier_wait(x.qk_ready[0], done & 1)  # of the first value head, they come later than the states
-                T.wait_wgmma(0)
-                T.call_extern(
-                    "handle", f"flashqla::add_product<{element}>", dq_sum.data, product.data, T.access_ptr(x.q_smem[n, 0, 0], "r"),
-                    T.access_ptr(x.record_smem[s, OUT_SCALE, 0], "r"), dots.data,
-                )
-                for_dy: T.int32 = T.call_extern("int32", "flashqla::anew", s)
-                for h in BOTH:
-                    T.wgmma_gemm(x.dy_smem[for_dy, h, :, :], x.s_smem[n, h, :, :], product, clear_accum=h == 0)
                 T.barrier_wait(x.sums_free[0], (heads & 1) ^ 1)
-                T.call_extern("handle", "flashqla::put_dots", T.access_ptr(x.sums[QUERY + n * CHUNK], "r"), dots.data, T.access_ptr(x.record_smem[s, OUT_SCALE, 0], "r"))
-                T.barrier_wait(x.ds_ready[n], heads & 1)
+                T.call_extern("handle", "flashqla::end_product", product.data)
                 T.call_extern(
-                    "handle", f"flashqla::add_inner_product<{element}>", inner.data, T.access_ptr(x.s_smem[n, 0, 0, 0], "r"), T.access_ptr(x.ds_smem[n, 0, 0, 0], "r")
+                    "handle", f"flashqla::add_product<{element}>", dq_sum.data, product.data, T.access_ptr(x.q_smem[half, 0, 0], "r"),
+                    T.access_ptr(x.record_smem[s, OUT_SCALE, 0], "r"), T.access_ptr(x.sums[QUERY + half * PARTS], "r"),
                 )
-                T.wait_wgmma(0)
+                T.call_extern("handle", "flashqla::begin_product<8>", product.data, T.access_ptr(x.dy_smem[s, 0, 0, 0], "r"), T.access_ptr(x.s_smem[half, 0, 0, 0], "r"), False)
+                T.barrier_wait(x.ds_ready[half], heads & 1)
+                T.call_extern(
+                    "handle", "flashqla::put_inner_product", T.access_ptr(x.s_smem[half, 0, 0, 0], "r"), T.access_ptr(x.ds_smem[half, 0, 0, 0], "r"), T.access_ptr(x.sums[INNER], "r")
+                )
+                T.call_extern("handle", "flashqla::end_product", product.data)
                 # Loads of the inner product may still be under way: nothing has waited for them, and an arrival does not. Unfenced, the copy of
                 # the next states overtook them.
                 T.fence_proxy_async()
-                release(x, x.s_free, n)
+                release(x, x.s_free, half)
                 T.call_extern(
-                    "handle", f"flashqla::add_error_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.k_smem[n, 0, 0], "r"),
-                    T.access_ptr(x.record_smem[s, 0, 0], "r"), SMALL_BETA, dots.data,
+                    "handle", f"flashqla::add_error_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.k_smem[half, 0, 0], "r"),
+                    T.access_ptr(x.record_smem[s, 0, 0], "r"), SMALL_BETA, T.access_ptr(x.sums[KEY + half * PARTS], "r"),
                 )
-                for_u: T.int32 = T.call_extern("int32", "flashqla::anew", s)
-                for h in BOTH:
-                    T.wgmma_gemm(x.u_smem[for_u, h, :, :], x.ds_smem[n, h, :, :], product, clear_accum=h == 0)
-                T.call_extern("handle", "flashqla::put_dots", T.access_ptr(x.sums[KEY + n * CHUNK], "r"), dots.data, 0)
-                T.call_extern("handle", "flashqla::put_inner_product", T.access_ptr(x.sums[INNER + n * 4], "r"), inner[0])
-                T.wait_wgmma(0)
-                release(x, x.ds_free, n)
+                T.call_extern("handle", "flashqla::begin_product<8>", product.data, T.access_ptr(x.u_smem[s, 0, 0, 0], "r"), T.access_ptr(x.ds_smem[half, 0, 0, 0], "r"), False)
+                T.call_extern("handle", "flashqla::end_product", product.data)
+                release(x, x.ds_free, half)
                 T.call_extern(
-                    "handle", f"flashqla::add_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.k_smem[n, 0, 0], "r"),
-                    T.access_ptr(x.record_smem[s, KEY_DECAY, 0], "r"), dots.data,
+                    "handle", f"flashqla::add_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.k_smem[half, 0, 0], "r"),
+                    T.access_ptr(x.record_smem[s, KEY_DECAY, 0], "r"), T.access_ptr(x.sums[WRITTEN + half * PARTS], "r"),
                 )
-                T.call_extern("handle", "flashqla::put_dots", T.access_ptr(x.sums[WRITTEN + n * CHUNK], "r"), dots.data, T.access_ptr(x.record_smem[s, KEY_DECAY, 0], "r"))
                 T.barrier_arrive(x.sums_ready[0])
                 release(x, x.tokens_free, s)
                 T.barrier_wait(x.zx_ready[0], heads & 1)
-                T.wgmma_gemm(x.z_smem, x.k_smem[n, :, :], dq_sum)
-                T.wgmma_gemm(x.x_smem, x.k_smem[n, :, :], dk_sum)
-                T.wgmma_gemm(x.x_smem, x.k_smem[n, :, :], dk_sum, transpose_A=True)
-                T.wgmma_gemm(x.z_smem, x.q_smem[n, :, :], dk_sum, transpose_A=True)
-                T.wait_wgmma(0)
+                T.call_extern("handle", "flashqla::begin_product<4>", dq_sum.data, T.access_ptr(x.z_smem[0, 0], "r"), T.access_ptr(x.k_smem[half, 0, 0], "r"), True)
+                T.call_extern("handle", "flashqla::begin_product<4>", dk_sum.data, T.access_ptr(x.x_smem[0, 0], "r"), T.access_ptr(x.k_smem[half, 0, 0], "r"), True)
+                T.call_extern("handle", "flashqla::begin_product<4, true>", dk_sum.data, T.access_ptr(x.z_smem[0, 0], "r"), T.access_ptr(x.q_smem[half, 0, 0], "r"), True)
+                T.call_extern("handle", "flashqla::end_product", dq_sum.data)
+                T.call_extern("handle", "flashqla::end_product", dk_sum.data)
                 release(x, x.zx_free, 0)
                 count = count + 1
                 heads = heads + 1
             if l2norm:
                 T.call_extern(
-                    "handle", f"flashqla::take_out_norms<{element}>", dq_sum.data, dk_sum.data, T.access_ptr(x.q_smem[n, 0, 0], "r"), T.access_ptr(x.k_smem[n, 0, 0], "r"),
-                    T.access_ptr(x.norms[done & 1, 0, 0, 0], "r"), n,
+                    "handle", f"flashqla::take_out_norms<{element}>", dq_sum.data, dk_sum.data, T.access_ptr(x.q_smem[half, 0, 0], "r"), T.access_ptr(x.k_smem[half, 0, 0], "r"),
+                    T.access_ptr(x.norms[done & 1, 0, 0, 0], "r"), half,
                 )
             release(x, x.qk_free, 0)
             w = done % WORKS
-            T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dq[x.work[w, FIRST], x.work[w, HEAD], n * TILE]), hk * HEAD_DIM, dq_sum.data, x.work[w, ROWS])
-            T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dk[x.work[w, FIRST], x.work[w, HEAD], n * TILE]), hk * HEAD_DIM, dk_sum.data, x.work[w, ROWS])
+            T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dq[x.work[w, FIRST], x.work[w, HEAD], half * TILE]), hk * HEAD_DIM, dq_sum.data, x.work[w, ROWS])
+            T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dk[x.work[w, FIRST], x.work[w, HEAD], half * TILE]), hk * HEAD_DIM, dk_sum.data, x.work[w, ROWS])
             done = done + 1
             T.barrier_wait(x.tokens_ready[count % TOKEN_STAGES], (count // TOKEN_STAGES) & 1)
             rows = x.work[done % WORKS, ROWS]
@@ -187,10 +171,11 @@ def build_gradients(dtype: str, l2norm: bool):
     def score_gradient(x, scale):
         qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
         kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        dp = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        du = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        z = T.alloc_local((CHUNK * CHUNK // WARP_GROUP,), dtype)
-        x_out = T.alloc_local((CHUNK * CHUNK // WARP_GROUP,), dtype)
+        product = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        row_sum = T.alloc_local((2,), "float32")
+        column_sum = T.alloc_local((8,), "float32")
+        beta_sum = T.alloc_local((2,), "float32")
+        diagonal = T.alloc_local((2,), "float32")
         count = T.alloc_var("int32")  # stages of tokens so far
         heads = T.alloc_var("int32")  # value heads so far
         done = T.alloc_var("int32")  # items so far
@@ -200,6 +185,7 @@ def build_gradients(dtype: str, l2norm: bool):
         count = 0
         heads = 0
         done = 0
+        T.call_extern("handle", "flashqla::zero_own_rows", T.access_ptr(x.z_smem[0, 0], "r"))
         T.barrier_wait(x.tokens_ready[0], 0)
         rows = x.work[0, ROWS]
         while rows > 0:
@@ -217,23 +203,29 @@ def build_gradients(dtype: str, l2norm: bool):
                     count = count + 1
                 s = count % TOKEN_STAGES
                 T.barrier_wait(x.tokens_ready[s], (count // TOKEN_STAGES) & 1)
+                # One after the other: both at once have no room in registers, and this role has time.
                 for h in BOTH:
-                    T.wgmma_gemm(x.do_smem[s, h, :, :], x.u_smem[s, h, :, :], dp, transpose_B=True, clear_accum=h == 0)
-                for h in BOTH:
-                    T.wgmma_gemm(x.dy_smem[s, h, :, :], x.u_smem[s, h, :, :], du, transpose_B=True, clear_accum=h == 0)
-                T.wait_wgmma(0)
-                T.barrier_wait(x.sums_free[0], (heads & 1) ^ 1)
-                T.call_extern(
-                    "handle", f"flashqla::score_gradients<{element}>", qk.data, kk.data, dp.data, du.data, T.access_ptr(x.record_smem[s, 0, 0], "r"),
-                    SMALL_BETA, scale, z.data, x_out.data, T.access_ptr(x.sums[0], "r"),
-                )
-                T.barrier_arrive(x.sums_ready[0])
-                release(x, x.tokens_free, s)
+                    T.wgmma_gemm(x.do_smem[s, h, :, :], x.u_smem[s, h, :, :], product, transpose_B=True, clear_accum=h == 0)
                 T.barrier_wait(x.zx_free[0], (heads & 1) ^ 1)
-                T.call_extern("handle", "flashqla::store_tile", T.address_of(x.z_smem[0, 0]), z.data)
-                T.call_extern("handle", "flashqla::store_tile", T.address_of(x.x_smem[0, 0]), x_out.data)
+                T.wait_wgmma(0)
+                T.call_extern(
+                    "handle", f"flashqla::query_scores<{element}>", product.data, qk.data, T.access_ptr(x.record_smem[s, 0, 0], "r"), scale,
+                    T.access_ptr(x.z_smem[0, 0], "r"), row_sum.data, column_sum.data,
+                )
+                for_dy: T.int32 = T.call_extern("int32", "flashqla::anew", s)
+                for h in BOTH:
+                    T.wgmma_gemm(x.dy_smem[for_dy, h, :, :], x.u_smem[for_dy, h, :, :], product, transpose_B=True, clear_accum=h == 0)
+                T.wait_wgmma(0)
+                T.call_extern(
+                    "handle", f"flashqla::key_scores<{element}>", product.data, kk.data, T.access_ptr(x.record_smem[s, 0, 0], "r"), SMALL_BETA,
+                    T.access_ptr(x.x_smem[0, 0], "r"), row_sum.data, column_sum.data, beta_sum.data, diagonal.data,
+                )
                 T.fence_proxy_async()
                 T.barrier_arrive(x.zx_ready[0])
+                release(x, x.tokens_free, s)
+                T.barrier_wait(x.sums_free[0], (heads & 1) ^ 1)
+                T.call_extern("handle", "flashqla::put_score_sums", row_sum.data, column_sum.data, beta_sum.data, diagonal.data, T.access_ptr(x.sums[0], "r"))
+                T.barrier_arrive(x.sums_ready[0])
                 count = count + 1
                 heads = heads + 1
             done = done + 1
@@ -352,6 +344,8 @@ def build_gradients(dtype: str, l2norm: bool):
 
     @T.macro
     def finish(x, v, dq, dk, dg, dbeta):
+        factors = T.alloc_local((7,), "float32")
+        sums = T.alloc_local((15,), "float32")
         item = T.alloc_var("int32")
         slot = T.alloc_var("int32")
         count = T.alloc_var("int32")  # value heads so far
@@ -363,17 +357,20 @@ def build_gradients(dtype: str, l2norm: bool):
             slot = T.truncdiv(item, hk)
             chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", *x.of_chunk, slot)
             rows: T.int32 = T.cast(chunk & 127, "int32")
-            first: T.int32 = T.cast(chunk >> 7, "int32")
             if rows > 0:
                 for e in T.unroll(group, unroll_factor=1):
-                    head = (item - slot * hk) * group + e
+                    first: T.int32 = T.call_extern("int32", "flashqla::anew", T.cast(chunk >> 7, "int32"))
+                    head: T.int32 = T.call_extern("int32", "flashqla::anew", (item - slot * hk) * group + e)
+                    T.call_extern("handle", "flashqla::read_factors", T.address_of(x.records[slot, head, 0, 0]), factors.data)
                     T.barrier_wait(x.sums_ready[0], count & 1)
+                    T.call_extern("handle", "flashqla::read_sums", T.access_ptr(x.sums[0], "r"), sums.data)
+                    T.sync_warp()
+                    T.barrier_arrive(x.sums_free[0])
                     T.call_extern(
-                        "handle", f"flashqla::gate_gradients<{element}>", T.access_ptr(x.sums[0], "r"), T.address_of(x.records[slot, head, 0, 0]),
+                        "handle", f"flashqla::gate_gradients<{element}>", factors.data, sums.data,
                         T.address_of(v[first, head, 0]), v0, T.address_of(x.dv[first, head, 0]), hv * HEAD_DIM,
                         T.address_of(dg[first, head]), T.address_of(dbeta[first, head]), hv, rows, SMALL_BETA,
                     )
-                    T.barrier_arrive(x.sums_free[0])
                     count = count + 1
             else:
                 T.call_extern(
@@ -430,7 +427,7 @@ def build_gradients(dtype: str, l2norm: bool):
             ds_ready = T.alloc_barrier([WARP] * HALVES)  # LOAD -> COLUMNS
             ds_free = T.alloc_barrier([WARP_GROUP // WARP] * HALVES)  # COLUMNS -> LOAD
             zx_ready = T.alloc_barrier([WARP_GROUP])  # SCORE -> COLUMNS
-            zx_free = T.alloc_barrier([RIGHT_END // WARP])  # COLUMNS -> SCORE
+            zx_free = T.alloc_barrier([COLUMNS_END // WARP])  # COLUMNS -> SCORE
             sums_ready = T.alloc_barrier([SCORE_END])  # COLUMNS, SCORE -> FINISH
             sums_free = T.alloc_barrier([WARP])  # FINISH -> COLUMNS, SCORE
             tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
@@ -446,12 +443,9 @@ def build_gradients(dtype: str, l2norm: bool):
                 tx=tx, first_item=bx, ctas=ctas,
                 of_chunk=(T.address_of(cu_seqlens[0]), offset_step, sequences, tokens),
             )
-            if tx < LEFT_END:
+            if tx < COLUMNS_END:
                 T.inc_max_nreg(COLUMNS_REGISTERS)
-                columns(x, 0, dq, dk)
-            elif tx < RIGHT_END:
-                T.inc_max_nreg(COLUMNS_REGISTERS)
-                columns(x, 1, dq, dk)
+                columns(x, dq, dk)
             elif tx < SCORE_END:
                 T.inc_max_nreg(SCORE_REGISTERS)
                 score_gradient(x, scale)
