@@ -243,7 +243,7 @@ def test_gradients(arguments: tuple[str, bool]) -> None:
     assert_fits(built, 1, registers, alike=1)
     found = built.opcodes
     # Products of 64x64x64 take 4. dO S^T, dY S^T, U dS^T, dO U^T, dY U^T, Q K^T and K K^T are 2 of them; those with Z
-    # and X are one, and so is U^T K for the state that is not stored. Both warpgroups with columns of K run the same code.
+    # and X are one, as is U^T K for the state that is not stored. Both warpgroups with columns of K run the same code.
     assert found["HGMMA"] == 4 * (7 * 2 + 3 + 1)
     # q and twice k beside those products, and the state that is not stored, in place; U^T for it; X + X^T of a block on
     # the diagonal; the inner product of states.
