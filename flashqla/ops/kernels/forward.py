@@ -278,12 +278,10 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
                 "handle", f"flashqla::gated_inverse<{element}>", work_of(x, "product", warp), work_of(x, "vectors", warp), tile_of(x, w), 1,
             )
             T.fence_proxy_async()
-        T.barrier_arrive(x.space_free[0])
-        if rows > 0:
             T.sync_warp()
             T.call_extern("handle", "flashqla::send_tile", tiles_of(x.A), tile_of(x, w), place * CHUNK, x.head)
             T.tma_store_wait(0, read=False)
-        # What was written here, in shared memory and in L2, is for copy engines to replace and to read.
+        # What was written here, in shared memory and in L2, is for copy engines to replace or to read.
         T.call_extern("handle", "flashqla::fence_all_proxies")
         T.barrier_arrive(x.inverse_ready[0])
 
@@ -421,23 +419,18 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
             s = T.if_then_else(s == STAGES - 1, 0, s + 1)
 
     @T.macro
-    def load_tokens(i, x, ready, stage):
+    def load_chunk(i, x, ready, stage):
         s = i % STAGES
         first = x.bos + i * CHUNK
+        place = x.slot + i % SPAN if inverts else x.slot + i  # of A and record
+        row = place * CHUNK if inverts else first
         T.tma_copy(x.k[first:first + CHUNK, x.k_head, :], x.k_smem[s, :, :], barrier=ready[stage], eviction_policy=once)
         T.tma_copy(x.q[first:first + CHUNK, x.k_head, :], x.q_smem[s, :, :], barrier=ready[stage], eviction_policy=once)
+        T.tma_copy(x.records[place, x.head, :, :], x.record_smem[s, :, :], barrier=ready[stage])
+        T.tma_copy(x.A[row:row + CHUNK, x.head, :], x.a_smem[s, :, :], barrier=ready[stage])
         for w in T.unroll(groups):
             column = x.first_column + w * TILE
             T.tma_copy(x.v[first:first + CHUNK, x.head, column:column + TILE], x.v_smem[s, w, :, :], barrier=ready[stage], eviction_policy=once)
-
-    @T.macro
-    def load_inverse(i, x, ready, stage):
-        """A and record."""
-        s = i % STAGES
-        place = x.slot + i % SPAN if inverts else x.slot + i
-        row = place * CHUNK if inverts else x.bos + i * CHUNK
-        T.tma_copy(x.records[place, x.head, :, :], x.record_smem[s, :, :], barrier=ready[stage])
-        T.tma_copy(x.A[row:row + CHUNK, x.head, :], x.a_smem[s, :, :], barrier=ready[stage])
 
     @T.macro
     def load_keys(first, x):
@@ -472,22 +465,15 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
             if inverts:
                 if i % SPAN == 0:
                     load_keys(i, x)
-                    T.barrier_wait(x.space_free[0], (i // SPAN) & 1)
-                    # While the last inverses are under way to L2. A chunk that is not whole has no time to win.
-                    for d in T.unroll(T.min(T.truncdiv(rows, CHUNK), STAGES), unroll_factor=1):
-                        load_tokens(i + d, x, x.in_ready, (i + d) % STAGES)
                     T.barrier_wait(x.inverse_ready[0], (i // SPAN) & 1)
                 if i + SPAN < x.chunks:
                     T.call_extern("handle", "flashqla::prefetch_tiles", tiles_of(x.k), x.bos + (i + SPAN) * CHUNK, x.k_head)
             T.barrier_wait(x.in_free[s], ((i // STAGES) & 1) ^ 1)
             if rows >= CHUNK:
-                if not inverts or i % SPAN >= STAGES:
-                    load_tokens(i, x, x.in_ready, s)
-                load_inverse(i, x, x.in_ready, s)
+                load_chunk(i, x, x.in_ready, s)
                 T.barrier_arrive(x.in_ready[s])
             else:  # the rows past the end belong to another sequence, or to nobody: zeros leave state and output alone
-                load_tokens(i, x, x.tail_ready, 0)
-                load_inverse(i, x, x.tail_ready, 0)
+                load_chunk(i, x, x.tail_ready, 0)
                 T.barrier_arrive(x.tail_ready[0])
                 T.barrier_wait(x.tail_ready[0], int(inverts))  # the second time there is a tail, if there were keys of it
                 for w in T.unroll(HEAD_DIM // TILE):
@@ -577,8 +563,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
                 keys_ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> SCORE
                 keys_free = T.alloc_barrier([WARP_GROUP] * STAGES)  # SCORE -> LOAD
                 product_ready = T.alloc_barrier([WARP_GROUP] * SPAN)  # SCORE -> a warp of STATE
-                space_free = T.alloc_barrier([STATE_END])  # STATE -> LOAD: where q and v were
-                inverse_ready = T.alloc_barrier([STATE_END])  # STATE -> LOAD: A and records are there, and all space is free
+                inverse_ready = T.alloc_barrier([STATE_END])  # STATE -> LOAD: A and records are there, shared memory is free
 
             tx = T.get_thread_binding()
             head = bx // slices
@@ -625,7 +610,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool, g_d
             if inverts:
                 x = SimpleNamespace(
                     **vars(x), g=g, beta=beta, scale=scale, has_gate=has_gate, tokens=tokens,
-                    keys_ready=keys_ready, keys_free=keys_free, product_ready=product_ready, space_free=space_free, inverse_ready=inverse_ready,
+                    keys_ready=keys_ready, keys_free=keys_free, product_ready=product_ready, inverse_ready=inverse_ready,
                 )
             if tx < WARP_GROUP:
                 T.inc_max_nreg(state_registers)
