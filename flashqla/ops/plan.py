@@ -153,7 +153,7 @@ def make(
         v_tile, _, tile_reason = _choose_v_tile(_segments(pack, segment_chunks), hv, sm_count, costs)
     kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
     if hk == hv and costs.whole and not for_backward and v_tile == 128 and not segment_chunks:
-        whole, whole_reason = _choose_whole(pack, hv, sm_count, costs.cta, costs.whole)
+        whole, whole_reason = _choose_whole(chunks, hv, sm_count, costs.cta, costs.whole)
         kernels = WHOLE_KERNELS if whole else kernels
         tile_reason += f"; {whole_reason}"
     return Plan("tilelang", v_tile, kernels, f"{split_reason}; {tile_reason}", segment_chunks, sm_count)
@@ -212,15 +212,13 @@ def _choose_v_tile(pack: Pack, hv: int, sm_count: int, costs: Costs) -> tuple[Li
     return v_tile, min(whole, half), reason
 
 
-def _choose_whole(pack: Pack, hv: int, sm_count: int, cta: float, costs: Whole) -> tuple[bool, str]:
+def _choose_whole(chunks: list[int], hv: int, sm_count: int, cta: float, costs: Whole) -> tuple[bool, str]:
     """Whether one kernel is to invert and to walk through the chunks, and why."""
-    full = [(n, count) for n, count in pack if n]
-    scheduled = _size(full) <= SCHEDULED_RUNS
     two, one = (
-        _critical_us([(n * chunk_us + cta_us, count * hv) for n, count in full], sm_count, scheduled) if full else 0.0
+        _critical_us([(n * chunk_us + cta_us, hv) for n in chunks if n], sm_count)
         for chunk_us, cta_us in ((costs.two_chunk, cta), (costs.chunk, costs.cta))
     )
-    two += costs.inverse_chunk * hv * sum(n * count for n, count in full) / sm_count
+    two += costs.inverse_chunk * hv * sum(chunks) / sm_count
     return 0 < one < two, f"each head has its own keys: {one:.0f} us in one kernel, {two:.0f} us in two"
 
 
