@@ -137,14 +137,14 @@ class Flashqla:
         if not self._hopper():
             return ()
         return _one_of_each(
-            cases, lambda case: (_switches(case), tuple((p.v_tile, p.kernels) for p in self._plans(case)))
+            cases, lambda case: (_switches(case), tuple((p.v_tile, p.segment_chunks > 0) for p in self._plans(case)))
         )
 
-    def _plans(self, case: Case, direction: Direction = "fwd") -> list[planning.Plan]:
-        """Of the forward and the backward pass, on Hopper; the forward one that goes with this direction."""
+    def _plans(self, case: Case) -> list[planning.Plan]:
+        """Of the forward and the backward pass, on Hopper."""
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        sizes = {"hv": case.hv, "hk": case.hk, "seqlens": case.lengths, "dtype": case.dtype, "sm_count": sms}
-        return [planning.make(**sizes, for_backward=direction != "fwd"), planning.make(**sizes, direction="backward")]
+        sizes = {"hv": case.hv, "seqlens": case.lengths, "dtype": case.dtype, "sm_count": sms}
+        return [planning.make(**sizes, direction=direction) for direction in ("forward", "backward")]
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         arguments = _arguments(inputs)
@@ -157,7 +157,7 @@ class Flashqla:
         plan = explain(**_arguments(inputs))
         if plan.implementation != "tilelang":
             return ["PyTorch chunk form in float32"]
-        forward, backward = self._plans(inputs.case, direction)
+        forward, backward = self._plans(inputs.case)
         return [*forward.kernels * (direction != "bwd"), *backward.kernels * (direction != "fwd")]
 
 

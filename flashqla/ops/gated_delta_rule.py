@@ -316,7 +316,7 @@ def _run(problem: Problem, for_backward: bool = False) -> ForwardResults:
     """Run a problem. The first two results mean something with `for_backward` alone. `h` has as many chunks as the
     lengths need, or as many as `problem.chunks`."""
     result: Any  # the same fields from either side
-    p, chosen = problem, _plan(problem, for_backward=for_backward)
+    p, chosen = problem, _plan(problem)
     if chosen.implementation == "torch":
         _fall_back(p.q, chosen.why)
     if p.batch * p.tokens == 0:  # nothing to launch, on any device
@@ -376,12 +376,11 @@ def _without_tokens(problem: Problem) -> ForwardResults:
     )
 
 
-def _plan(problem: Problem, direction: plan.Direction = "forward", for_backward: bool = False) -> Plan:
+def _plan(problem: Problem, direction: plan.Direction = "forward") -> Plan:
     device = problem.q.device
     capability, sm_count, missing = _device_facts(device)
     return plan.make(
         hv=problem.hv,
-        hk=problem.hk,
         seqlens=problem.seqlens,
         sequences=problem.sequences,
         tokens=problem.tokens,
@@ -392,7 +391,6 @@ def _plan(problem: Problem, direction: plan.Direction = "forward", for_backward:
         missing=missing,
         auto_cp=problem.auto_cp,
         direction=direction,
-        for_backward=for_backward,
     )
 
 

@@ -14,8 +14,6 @@ from typing import Any, Literal, NamedTuple
 from flashqla.device import HOPPER
 
 CHUNK, HEAD_DIM = 64, 128
-SPAN = 8  # chunks that a forward kernel inverts at once where it does so itself, a warp each
-WHOLE_KERNELS = ("forward",)  # of the forward pass, if that kernel inverts as well
 KERNELS = {
     "forward": ("inverse", "forward"),
     "backward": ("inverse", "chain", "chain", "gradients"),
@@ -28,27 +26,13 @@ Direction = Literal["forward", "backward"]
 KERNEL_DTYPES = ("bfloat16", "float16")
 
 
-class Whole(NamedTuple):
-    """Microseconds where a value head has its own keys and sequences are whole. HBM bounds both ways, which the other
-    costs know nothing of.
-
-    two_chunk: per chunk of a CTA with V whole, where the inverse kernel has gone before. inverse_chunk: per chunk that
-    an SM inverts before. cta, chunk: of one kernel that does both, as in Costs.
-    """
-
-    two_chunk: float
-    inverse_chunk: float
-    cta: float
-    chunk: float
-
-
 class Costs(NamedTuple):
     """What the choice of tiles and segments knows of the kernels of a direction, in microseconds.
 
     recurrences: kernels that run through the chunks side by side. cta: for a CTA of one to start and to end, its states
     read and written. chunk: per chunk of it, one CTA per SM, by columns of V in a CTA. summary_cta, summary_chunk: the
     same where it summarises a segment. scan_segment: per segment of the scans. split: for the launches that splitting
-    adds. whole: of the kernel that inverts and walks through the chunks of a sequence, if there is one.
+    adds.
     """
 
     recurrences: int
@@ -58,14 +42,13 @@ class Costs(NamedTuple):
     summary_chunk: float
     scan_segment: float
     split: float
-    whole: Whole | None = None
 
 
 # Forward: fitted to 198 shapes, whole and split, measured on an H200 (docs/performance-log.md), where it is off by 3
 # percent. Half the columns do not halve the time, as scores and gates are repeated. Backward: measured for the slower
 # recurrence, the reverse one; the other has as many CTAs. Its gradients kernel costs the same either way.
 COSTS: dict[Direction, Costs] = {
-    "forward": Costs(1, 5.1, {128: 1.78, 64: 1.11}, 6.6, 0.91, 1.7, 4.8, Whole(2.4, 1.0, 8.0, 2.7)),
+    "forward": Costs(1, 5.1, {128: 1.78, 64: 1.11}, 6.6, 0.91, 1.7, 4.8),
     "backward": Costs(2, 5.1, {128: 2.15, 64: 1.5}, 13.0, 2.2, 3.5, 10.0),
 }
 SUMMARY_PARTS = 2  # CTAs of a segment and head where nothing is forgotten
@@ -115,7 +98,6 @@ def _kept(make: Callable[..., Plan]) -> Callable[..., Plan]:
 def make(
     *,
     hv: int,
-    hk: int = 0,
     seqlens: tuple[int, ...] | None,
     sequences: int = 1,
     tokens: int = 0,
@@ -126,15 +108,13 @@ def make(
     missing: str = "",
     auto_cp: bool = True,
     direction: Direction = "forward",
-    for_backward: bool = False,
 ) -> Plan:
     """The plan for one direction of a problem on a device.
 
-    hk: key heads, 0 if that does not matter. seqlens: tokens of every sequence; None where only the device knows them,
-    and then `sequences` sequences are taken to share `tokens` tokens evenly. tokens: of a row, of which the last ones
-    may belong to no sequence. dtype: of q, k and v. device: its type, "cuda" or "cpu". missing: why the kernels cannot
-    be loaded here, "" if they can. auto_cp: whether sequences may be split. for_backward: whether the forward pass
-    saves what a backward pass needs, which only the inverse kernel writes.
+    seqlens: tokens of every sequence; None where only the device knows them, and then `sequences` sequences are taken
+    to share `tokens` tokens evenly. tokens: of a row, of which the last ones may belong to no sequence. dtype: of q, k
+    and v. device: its type, "cuda" or "cpu". missing: why the kernels cannot be loaded here, "" if they can. auto_cp:
+    whether sequences may be split.
     """
     if seqlens is not None:
         sequences = len(seqlens)
@@ -152,10 +132,6 @@ def make(
     if segment_chunks:
         v_tile, _, tile_reason = _choose_v_tile(_segments(pack, segment_chunks), hv, sm_count, costs)
     kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
-    if hk == hv and costs.whole and not for_backward and v_tile == 128 and not segment_chunks:
-        whole, whole_reason = _choose_whole(chunks, hv, sm_count, costs.cta, costs.whole)
-        kernels = WHOLE_KERNELS if whole else kernels
-        tile_reason += f"; {whole_reason}"
     return Plan("tilelang", v_tile, kernels, f"{split_reason}; {tile_reason}", segment_chunks, sm_count)
 
 
@@ -210,16 +186,6 @@ def _choose_v_tile(pack: Pack, hv: int, sm_count: int, costs: Costs) -> tuple[Li
     pairs = f"{_size(pack)} sequences or segments x {hv} v-heads on {sm_count} SMs"
     reason = f"{pairs}: an estimated {whole:.0f} us with V whole and {half:.0f} us in halves, so v_tile={v_tile}"
     return v_tile, min(whole, half), reason
-
-
-def _choose_whole(chunks: list[int], hv: int, sm_count: int, cta: float, costs: Whole) -> tuple[bool, str]:
-    """Whether one kernel is to invert and to walk through the chunks, and why."""
-    two, one = (
-        _critical_us([(n * chunk_us + cta_us, hv) for n in chunks if n], sm_count)
-        for chunk_us, cta_us in ((costs.two_chunk, cta), (costs.chunk, costs.cta))
-    )
-    two += costs.inverse_chunk * hv * sum(chunks) / sm_count
-    return 0 < one < two, f"each head has its own keys: {one:.0f} us in one kernel, {two:.0f} us in two"
 
 
 def _choose_split(

@@ -61,10 +61,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def kernel(*key: Any) -> Callable[..., None]:
         return lambda *arguments: launched.append((key, [seen(x) for x in arguments]))
 
-    def planned(problem: checks.Problem, for_backward: bool = False) -> plan.Plan:
-        sizes = {"hv": problem.hv, "hk": problem.hk, "seqlens": problem.seqlens}
+    def planned(problem: checks.Problem) -> plan.Plan:
         dtype = checks.DTYPES[problem.q.dtype]
-        return plan.make(**sizes, dtype=dtype, auto_cp=problem.auto_cp, for_backward=for_backward)
+        return plan.make(hv=problem.hv, seqlens=problem.seqlens, dtype=dtype, auto_cp=problem.auto_cp)
 
     monkeypatch.setattr(launch, "_kernel", kernel)
     monkeypatch.setattr(gated_delta_rule, "_plan", planned)
@@ -76,12 +75,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return launched
 
 
-def drawn(
-    tokens: int = 133, batch: int = 1, dtype: torch.dtype = torch.bfloat16, hk: int = HK, hv: int = HV, **changes: Any
-) -> dict[str, Any]:
-    q, k = (torch.zeros(batch, tokens, hk, 128, dtype=dtype) for _ in range(2))
-    v = torch.zeros(batch, tokens, hv, 128, dtype=dtype)
-    g, beta = (torch.zeros(batch, tokens, hv) for _ in range(2))
+def drawn(tokens: int = 133, batch: int = 1, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
+    q, k = (torch.zeros(batch, tokens, HK, 128, dtype=dtype) for _ in range(2))
+    v = torch.zeros(batch, tokens, HV, 128, dtype=dtype)
+    g, beta = (torch.zeros(batch, tokens, HV) for _ in range(2))
     return {"q": q, "k": k, "v": v, "g": g, "beta": beta, "output_final_state": True} | changes
 
 
@@ -96,7 +93,6 @@ CALLS = [
     pytest.param(dict, id="one sequence"),
     pytest.param(lambda: {"tokens": 65, "batch": 3}, id="batch"),
     pytest.param(lambda: {"tokens": 20000}, id="split"),
-    pytest.param(lambda: {"tokens": 640, "batch": 4, "hk": 32, "hv": 32}, id="one kernel"),
     pytest.param(lambda: {"dtype": torch.float16, "g": None, "output_final_state": False}, id="nothing optional"),
     pytest.param(split_heads, id="slices"),
     pytest.param(lambda: {"cu_seqlens": torch.tensor([0, 130, 133], dtype=torch.int32)}, id="pack"),

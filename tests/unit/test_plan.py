@@ -66,25 +66,6 @@ def test_splits(hv, seqlens, splits):
         assert f"segments of {chosen.segment_chunks} chunks" in chosen.why
 
 
-@pytest.mark.parametrize(
-    ("hk", "hv", "seqlens", "whole"),
-    [
-        pytest.param(32, 32, (8192,) * 4, True, id="a CTA for nearly every SM"),
-        pytest.param(16, 16, (1024,) * 8, True, id="short"),
-        pytest.param(16, 32, (8192,) * 4, False, id="two value heads share keys"),
-        pytest.param(16, 16, (8192,) * 4, False, id="64 CTAs leave SMs to the inverse kernel"),
-        pytest.param(32, 32, (131072,), False, id="split"),
-    ],
-)
-def test_one_kernel_where_each_head_has_its_own_keys(hk, hv, seqlens, whole):
-    chosen = plan.make(hk=hk, hv=hv, seqlens=seqlens)
-    assert (chosen.kernels == plan.WHOLE_KERNELS) == whole
-    if whole:
-        assert (chosen.v_tile, chosen.segment_chunks) == (128, 0)
-        assert "in one kernel" in chosen.why
-    assert plan.make(hk=hk, hv=hv, seqlens=seqlens, for_backward=True).kernels[0] == "inverse"
-
-
 def test_a_split_promises_a_gain_even_if_no_head_forgets():
     for hv in (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64):
         for tokens in (300, 1000, 2048, 5000, 8192, 20000, 65536, 131072):

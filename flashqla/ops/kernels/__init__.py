@@ -5,7 +5,6 @@ Kernels trust their caller: `ops.checks` has judged the arguments, `ops.plan` ha
 come from cu_seqlens on the device alone.
 
 Forward            inverse -> forward
-  own keys a head  forward, which inverts as well
   split sequences  inverse -> summary -> scan -> forward
 Backward           inverse -> chain (forward and reverse side by side) -> gradients
   A is given       records -> chain -> gradients

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import tilelang.language as T
-
 from flashqla.ops.plan import CHUNK as CHUNK  # tokens
 from flashqla.ops.plan import HEAD_DIM as HEAD_DIM  # K and V
 
@@ -21,7 +19,6 @@ CUDA_TYPES = {"bfloat16": "bfloat16_t", "float16": "half_t", "float32": "float"}
 TILE = 64  # columns of a 16-bit tile with rows of 128 bytes, the widest that swizzles
 WARP = 32
 WARP_GROUP = 128  # threads
-PIECE = 8  # elements of 16 bits in 16 bytes
 
 # The record of a chunk and value head: rows of 64 floats, one a token, but for the last row, which holds two numbers. With G the cumulative
 # log gate inside the chunk in base 2, and rq, rk the inverse norms of a query and a key (1 unless the op normalises them):
@@ -46,11 +43,3 @@ FORGOTTEN = -24.0  # base-2 log of a decay that leaves of a state less than a ro
 def cuda(*names: str) -> str:
     """CUDA source of this folder, for T.import_source."""
     return "".join(Path(__file__).with_name(f"{name}.cuh").read_text() for name in names)
-
-
-def tiles_of(x):
-    """The descriptor of 64x64 tiles of x [rows, heads, columns], as `T.tma_copy` makes it: shape, strides in bytes, box, swizzle of 128 bytes."""
-    rows, heads, columns = x.shape
-    data_type = {"float16": 6, "bfloat16": 9}[str(x.dtype)]
-    row, head = (T.cast(stride, "int64") * 2 for stride in x.strides[:2]) if len(x.strides) else (T.cast(heads, "int64") * 2 * CHUNK, 2 * CHUNK)
-    return T.create_tma_descriptor(data_type, 3, x.data, columns, rows, heads, 2, row, head, TILE, CHUNK, 1, 1, 1, 1, 0, 3, 2, 0)

@@ -61,8 +61,9 @@ template <typename Element> __device__ __forceinline__ float squares(uint4 raw) 
   for (int e = 0; e < 8; ++e) sum += float(values[e]) * float(values[e]);
   return sum;
 }
-// out[row] = 1 / |row| from the sums of two threads. Rows past the sequence may hold anything: they count as 1.
-__device__ __forceinline__ void put_inverse_norm(float sum, float* out, int row, int rows) {
+// out[t] = 1 / |row t| from the sums of two threads a row. Rows past the sequence may hold anything: they count as 1.
+__device__ __forceinline__ void put_inverse_norm(float sum, float* out, int rows) {
+  const int row = threadIdx.x >> 1;
   sum += __shfl_xor_sync(~0u, sum, 1);
   if ((threadIdx.x & 1) == 0) out[row] = row < rows ? rsqrtf(sum + 1e-6f) : 1.f;
 }
@@ -74,22 +75,18 @@ template <typename Element> __device__ __forceinline__ void inverse_norms_of_til
   float sum = 0.f;
 #pragma unroll
   for (int piece = 0; piece < 8; ++piece) sum += squares<Element>(pieces[piece ^ (row & 7)]);
-  put_inverse_norm(sum, out, row, rows);
+  put_inverse_norm(sum, out, rows);
 }
-// This thread's half of a row of 128 in global memory.
-template <typename Element> __device__ __forceinline__ float squares_of_row(const Element* at, long long stride, int row, int rows) {
+// Of 64 rows of 128 in global memory.
+template <typename Element> __device__ __forceinline__ void inverse_norms(const Element* at, long long stride, float* out, int rows) {
+  const int row = threadIdx.x >> 1;
   const uint4* pieces = reinterpret_cast<const uint4*>(at + row * stride + (threadIdx.x & 1) * 64);
   float sum = 0.f;
   if (row < rows) {
 #pragma unroll
     for (int piece = 0; piece < 8; ++piece) sum += squares<Element>(pieces[piece]);
   }
-  return sum;
-}
-// Of 64 such rows, by a warpgroup.
-template <typename Element> __device__ __forceinline__ void inverse_norms(const Element* at, long long stride, float* out, int rows) {
-  const int row = threadIdx.x >> 1;
-  put_inverse_norm(squares_of_row(at, stride, row, rows), out, row, rows);
+  put_inverse_norm(sum, out, rows);
 }
 
 // Per-token factors of a head that the inverse needs, vectors of 64 floats. `row`, `col`: base-2 logs whose difference is the decay from
@@ -364,15 +361,12 @@ template <typename Element> __device__ __forceinline__ void gated_inverse(const 
   }
 }
 
-__device__ __forceinline__ bool elected() {
-  unsigned chosen;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
-  return chosen;
-}
 // A whole tile to global memory, by one thread of a warp. TileLang's copy knows threads by constants only: it would take one piece of code for each warp.
 template <typename Map> __device__ __forceinline__ void send_tile(const Map& map, const void* tile, int token, int head) {
   const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(tile));
-  if (elected()) {
+  unsigned chosen;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
+  if (chosen) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
                  ::"l"(&map), "r"(0), "r"(token), "r"(head), "r"(from) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -35,13 +35,11 @@ from flashqla.ops.kernels.common import (
     HEAD_DIM,
     HOPPER,
     MANUAL_ROLES,
-    PIECE,
     RECORD,
     TILE,
     WARP,
     WARP_GROUP,
     cuda,
-    tiles_of,
 )
 
 WARPS = 12  # that invert: with those of PRODUCT they share the registers of an SM, 128 a thread. One more would leave each 96
@@ -49,6 +47,7 @@ PRODUCT_END = WARP_GROUP
 THREADS = PRODUCT_END + WARPS * WARP
 KEYS, PRODUCTS = 3, 6  # stages; what shared memory has left for them
 BLOCKS = 10 * 16 * 16  # floats of the lower triangle of a product
+PIECE = 8  # elements of A and o in 16 bytes
 VECTORS = 324  # floats of one head's per-token factors, kVectors in inverse.cuh
 FIRST, ROWS, SLOT, K_HEAD = range(4)  # of an item, as look_up writes it
 ITEM = 4  # its integers
@@ -168,6 +167,13 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
                 for half in T.unroll(2):
                     if half * WARP + x.tx % WARP < rows:
                         x.cumulative[row + half * WARP + x.tx % WARP, head] = 0.0
+
+    def tiles_of(A):
+        """The descriptor of 64x64 tiles of A, as `T.tma_copy` would make it: shape, strides in bytes, box, swizzle of 128 bytes."""
+        data_type = {"float16": 6, "bfloat16": 9}[dtype]
+        return T.create_tma_descriptor(
+            data_type, 3, A.data, CHUNK, tokens, hv, 2, T.cast(hv, "int64") * 2 * CHUNK, 2 * CHUNK, CHUNK, CHUNK, 1, 1, 1, 1, 0, 3, 2, 0
+        )
 
     @T.macro
     def wait_for_product(x, turn):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashqla.ops.checks import CHUNK, DTYPES, HEAD_DIM, Problem
 from flashqla.ops.kernels.common import RECORD
-from flashqla.ops.plan import SPAN, WHOLE_KERNELS, Plan
+from flashqla.ops.plan import Plan
 
 _tracing = Lock()  # TileLang's factories keep the last call in plain fields; what comes after them may run side by side
 
@@ -25,7 +25,7 @@ class Forward(NamedTuple):
     """Results of `forward`; see chunk_gated_delta_rule_fwd for shapes."""
 
     g: Tensor | None
-    A: Tensor | None
+    A: Tensor
     o: Tensor
     h: Tensor | None
     final_state: Tensor | None
@@ -52,9 +52,8 @@ def _function(kernel: Any) -> Callable[..., None]:
 def forward(problem: Problem, plan: Plan, output_g: bool = False, kernel: Callable[..., Any] | None = None) -> Forward:
     """Run the forward kernels on the current stream of q's device. At least one token. Never waits for the GPU.
 
-    output_g: whether to write the cumulative gate and the inverse without beta, which only a backward pass needs: the plan must know. Without it, A holds
-    the inverse with beta in its columns, as the kernels use it, or is None where the forward kernel makes that for itself. kernel: in
-    place of `_kernel`.
+    output_g: whether to write the cumulative gate and the inverse without beta, which only a backward pass needs. Without it, A holds
+    the inverse with beta in its columns, as the kernels use it. kernel: in place of `_kernel`.
     """
     p, kernel = problem, kernel or _kernel
     q, k, v = _rows(p.q), _rows(p.k), _rows(p.v)
@@ -63,11 +62,9 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False, kernel: Callab
     offsets, step = _offsets(p)
     states = (sequences, hv, HEAD_DIM, HEAD_DIM)
 
-    whole = plan.kernels == WHOLE_KERNELS
-    A = q.new_empty((sequences * SPAN * CHUNK if whole else tokens, hv, CHUNK))
+    A = q.new_empty((tokens, hv, CHUNK))
     o = q.new_empty((tokens, hv, HEAD_DIM))
-    slots = sequences * SPAN if whole else tokens // CHUNK + sequences + 1
-    records = q.new_empty((slots, hv, RECORD, CHUNK), dtype=torch.float32)
+    records = q.new_empty((tokens // CHUNK + sequences + 1, hv, RECORD, CHUNK), dtype=torch.float32)
     cumulative = records.new_empty((tokens if output_g else 1, hv))
     final_state = records.new_empty(states) if p.output_final_state else None
     h = q.new_zeros((p.batch, p.chunks, *states[1:])) if p.output_h else None
@@ -75,10 +72,10 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False, kernel: Callab
     initial = nothing if p.initial_state is None else _key_first(p, p.initial_state)
 
     dtype = DTYPES[q.dtype]
-    gates = (DTYPES[beta.dtype if g is None else g.dtype], DTYPES[beta.dtype], p.l2norm)
+    inverse = kernel("inverse", dtype, DTYPES[beta.dtype if g is None else g.dtype], DTYPES[beta.dtype], p.l2norm)
     # fmt: off
     def invert(A: Tensor, has_beta: bool) -> None:
-        kernel("inverse", dtype, *gates)(
+        inverse(
             q, k, beta if g is None else g, beta, offsets, A, records, cumulative, o, p.scale, sequences, step, hv // p.hk,
             plan.inverse_ctas, int(g is not None), int(output_g), int(has_beta),
         )
@@ -86,8 +83,7 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False, kernel: Callab
     without_beta = torch.empty_like(A) if output_g else A
     if output_g:
         invert(without_beta, False)
-    if not whole:
-        invert(A, True)
+    invert(A, True)
     segments, states = plan.segment_chunks, nothing
     if segments:
         slots = tokens // (CHUNK * segments) + sequences
@@ -98,16 +94,16 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False, kernel: Callab
             k, v, A, records, offsets, initial, states, transitions, forgets, hv // p.hk, step, segments, int(p.initial_state is not None),
         )
         kernel("scan", dtype)(offsets, states, transitions, forgets, tokens, step, segments, sequences)
-    kernel("forward", plan.v_tile, dtype, DTYPES[initial.dtype], p.output_h, *gates * whole)(
+    kernel("forward", plan.v_tile, dtype, DTYPES[initial.dtype], p.output_h)(
         q, k, v, A, records, offsets, initial, o, nothing if final_state is None else _key_first(p, final_state),
-        None if h is None else _key_first(p, h).flatten(0, 1), states, *((beta if g is None else g, beta) if whole else (None, None)),
-        p.scale, hv // p.hk, step, segments, int(p.initial_state is not None), int(p.output_final_state), int(g is not None),
+        None if h is None else _key_first(p, h).flatten(0, 1), states, p.scale, hv // p.hk, step, segments,
+        int(p.initial_state is not None), int(p.output_final_state),
     )
     # fmt: on
     rows = p.v.shape[:2]
     return Forward(
         cumulative.view(*rows, hv) if output_g else None,
-        None if whole else without_beta.view(*rows, hv, CHUNK),
+        without_beta.view(*rows, hv, CHUNK),
         o.view(p.v.shape),
         h,
         final_state,
@@ -128,7 +124,6 @@ def compile_all(dtypes: Sequence[str] = ("bfloat16",), directions: Sequence[str]
             kernels += [("inverse", dtype, *gate) for gate in gates]
             kernels += [("summary", dtype, "float32")]
             kernels += [("forward", v_tile, dtype, "float32", False) for v_tile in (128, 64)]
-            kernels += [("forward", 128, dtype, "float32", False, *gate) for gate in gates]
         if "bwd" in directions:
             kernels += [("inverse", dtype, *gate, True) for gate in gates]
             kernels += [("summary", dtype, "float32", True), ("scan", dtype, True)]
