@@ -374,8 +374,18 @@ def _kernel_names(graph: Any) -> tuple[str, ...]:
 
 def kernel_names(dot: str) -> tuple[str, ...]:
     r"""Kernels in the text of a dumped CUDA graph, where a kernel node reads `name\<\<\<grid,block,shared\>\>\>`."""
-    mangled = dict.fromkeys(re.findall(r"([A-Za-z_$][\w$]*)\\?<\\?<\\?<", dot))
-    return tuple(torch._C._demangle(name) for name in mangled)
+    mangled = re.findall(r"([A-Za-z_$][\w$]*)\\?<\\?<\\?<", dot)
+    return tuple(dict.fromkeys(_function_name(torch._C._demangle(name)) for name in mangled))
+
+
+def _function_name(signature: str) -> str:
+    """The name alone of a C++ function: of what PyTorch compiles, types and arguments fill pages."""
+    name, depth = "", 0
+    for letter in signature:
+        depth -= letter in ">)"
+        name += letter * (depth == 0 and letter not in "<>()")
+        depth += letter in "<("
+    return (name.split() or [signature])[-1].removeprefix("::")
 
 
 @cache

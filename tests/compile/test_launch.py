@@ -237,3 +237,25 @@ def assert_fits(value: Tensor, buffer: Any, sizes: dict[str, int]) -> None:
     ]:
         fixed = getattr(declared, "value", None)
         assert found == (sizes.setdefault(str(declared), found) if fixed is None else int(fixed)), (buffer, declared)
+
+
+def test_offsets_of_a_batch_outlive_the_graphs_that_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    for kept in ("_kept_offsets", "_offsets_of_graphs"):
+        monkeypatch.setattr(launch, kept, {})
+    cpu = torch.device("cpu")
+    offsets = launch._even_offsets(3, 5, cpu)
+    assert offsets.tolist() == [0, 5, 10, 15]
+    assert offsets.dtype == torch.int32
+    assert launch._even_offsets(3, 5, cpu) is offsets
+    capturing = True
+    assert launch._even_offsets(3, 5, cpu) is offsets
+    first, second = (launch._even_offsets(3, 6, cpu) for _ in range(2))  # in the memory of two graphs
+    assert first is not second
+    assert first.tolist() == second.tolist() == [0, 6, 12, 18]
+    capturing = False
+    for tokens in range(6, 6 + launch._KEPT_OFFSETS):
+        launch._even_offsets(3, tokens, cpu)
+    assert len(launch._kept_offsets) == launch._KEPT_OFFSETS
+    assert launch._even_offsets(3, 5, cpu) is offsets

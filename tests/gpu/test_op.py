@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid, normalize, softplus
 
 from flashqla.errors import ArgumentError, UnsupportedError
 from flashqla.ops import FallbackWarning, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, explain, strict
+from flashqla.ops.kernels import launch
 from flashqla.reference import (
     chunk_forward,
     chunk_gated_delta_rule_backward,
@@ -251,6 +252,21 @@ def test_offsets_that_were_never_read_can_be_captured():
     assert exact is not None
     assert (exact.shape[1], results[3].shape[1]) == (5 + 7 + 6, 1024 // 64 + 3)
     assert torch.equal(results[3][:, : exact.shape[1]], exact)
+
+
+def test_a_captured_batch_keeps_its_offsets():
+    """Those of the eager call before, which other batches since have pushed out of what is kept."""
+    arguments = make([200, 200], hk=2, hv=4, dense=True)
+    expected = chunk_gated_delta_rule(**arguments, output_final_state=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), strict():
+        results = chunk_gated_delta_rule(**arguments, output_final_state=True)
+    for tokens in range(1, 400):
+        launch._even_offsets(2, tokens, arguments["q"].device)
+    torch.empty(2**20, device="cuda").fill_(torch.nan)
+    graph.replay()
+    for x, y in zip(results, expected, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_capture_refuses_what_it_cannot_replay():

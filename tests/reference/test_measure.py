@@ -110,8 +110,24 @@ forward_kernel\<\<\<64,384,0\>\>\>"];
 "graph_1_node_0" -> "graph_1_node_1";
 }
 }"""
-    assert measure.kernel_names(dot) == ("forward_kernel", "add(float*, int)")
+    assert measure.kernel_names(dot) == ("forward_kernel", "add")
     assert measure.kernel_names("") == ()
+
+
+@pytest.mark.parametrize(
+    ("signature", "name"),
+    [
+        ("chunk_fwd_kernel_o", "chunk_fwd_kernel_o"),
+        ("void at::native::fill<4, at::F<float>, std::array<char*, 1ul> >(int, at::F<float>)", "at::native::fill"),
+        (
+            "void (anonymous namespace)::indexed<int, at::arange(at::Tensor&)::{lambda()#1}::operator()() const>(int)",
+            "indexed",
+        ),
+        ("<>", "<>"),
+    ],
+)
+def test_a_kernel_has_a_short_name(signature: str, name: str) -> None:
+    assert measure._function_name(signature) == name
 
 
 class Card:

@@ -5,7 +5,7 @@ Arguments are right when they get here (`ops.checks`), and what to run is decide
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from threading import Lock
 from typing import Any, NamedTuple
@@ -158,14 +158,22 @@ def _int32(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens.view(torch.int32) if cu_seqlens.dtype == torch.int64 else cu_seqlens
 
 
+_KEPT_OFFSETS = 256  # at most
+_kept_offsets: dict[tuple[int, int, torch.device], Tensor] = {}
+_offsets_of_graphs: dict[tuple[int, int, torch.device], Tensor] = {}  # a graph knows their address, and holds no tensor: they stay
+
+
 def _even_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
-    # What is allocated while a graph is captured lives in the graph's memory: it must not outlive it in a cache.
+    """Offsets of a batch, the same tensor at every call: to make them takes two launches."""
+    key = batch, tokens, device
+    offsets = _offsets_of_graphs.get(key, _kept_offsets.get(key))
     if torch.cuda.is_current_stream_capturing():
-        return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
-    return _kept_offsets(batch, tokens, device)
-
-
-@lru_cache(maxsize=256)
-def _kept_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
-    # Copied before this returns, so that a call on another stream may read it at once.
-    return torch.tensor([n * tokens for n in range(batch + 1)], dtype=torch.int32, device=device)
+        if offsets is None:  # what is allocated during a capture lives in the graph's memory, and may not outlive it
+            return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
+        _offsets_of_graphs[key] = offsets
+    elif offsets is None:
+        if len(_kept_offsets) == _KEPT_OFFSETS:
+            del _kept_offsets[next(iter(_kept_offsets))]
+        # Copied before this returns, so that a call on another stream may read it at once.
+        offsets = _kept_offsets[key] = torch.tensor([n * tokens for n in range(batch + 1)], dtype=torch.int32, device=device)
+    return offsets

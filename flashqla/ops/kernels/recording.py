@@ -155,7 +155,7 @@ def record(problem: Problem, plan: Plan) -> Recording | None:
     }
     batch_offsets = None
     if problem.cu_seqlens is None:
-        batch_offsets = launch._kept_offsets(problem.batch, problem.tokens, problem.q.device)
+        batch_offsets = launch._even_offsets(problem.batch, problem.tokens, problem.q.device)
     offsets = torch.empty_like(problem.cu_seqlens if batch_offsets is None else batch_offsets, device="meta")
     launched: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
