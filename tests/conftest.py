@@ -5,12 +5,18 @@ end of the run counts them, so that a green run without them is not taken for mo
 """
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers already fill the processor
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as under `make test &`: tests of Ctrl-C start processes that inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
