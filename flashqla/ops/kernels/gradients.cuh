@@ -37,7 +37,7 @@ template <typename Element> __device__ __forceinline__ float2 two_columns(unsign
 // half of K; `kCols` sums of columns over the 16 rows of each of four warps, no more than up to the diagonal; `kInner` 64 parts of one number.
 enum { kQuery = 0, kKey = 512, kWritten = 1024, kRow = 1536, kBetaRow = 1600, kDiagonal = 1664, kCols = 1728, kInner = 1984 };
 // Rows of a record, as in common.py.
-enum { kRowLog = 0, kColLog = 64, kOutScale = 192, kKeyDecay = 256, kChunkDecay = 320, kBeta = 384, kKeyLog = 512 };
+enum { kRowLog = 0, kColLog = 64, kKeyDecay = 256, kChunkDecay = 320, kBeta = 384, kKeyLog = 512 };
 
 // What is left of beta beside the gradient of V, which a beta that is not small is part of already.
 __device__ __forceinline__ float other_beta(float beta, float small) { return fabsf(beta) < small ? beta : 1.f; }

@@ -11,16 +11,8 @@ __device__ __forceinline__ int owner(const int* offsets, int step, int sequences
   return low;
 }
 
-// Token the chunk of a slot starts at, times 128, plus its number of rows; rows are 0 where a slot has no chunk.
-__device__ __forceinline__ long long chunk_of(const int* offsets, int step, int sequences, int tokens, int slot) {
-  const int sequence = owner(offsets, step, sequences, 64, slot);
-  const int bos = max(min(offsets[sequence * step], tokens), 0), eos = max(min(offsets[(sequence + 1) * step], tokens), bos);
-  const int first = bos + (slot - bos / 64 - sequence) * 64;
-  return (static_cast<long long>(first) << 7) + max(min(eos - first, 64), 0);
-}
-
-// The same in a vector: rows, first token; and of the state that enters the chunk, of which every second one of a sequence is stored: its slot, and
-// whether that is the state of the chunk in front.
+// The chunk of a slot: its rows, 0 where a slot has no chunk, and its first token; and of the state that enters it, of which every second one of a
+// sequence is stored: the slot of that, and whether it is the state of the chunk in front.
 __device__ __forceinline__ void find_chunk(int* found, const int* offsets, int step, int sequences, int tokens, int slot) {
   const int sequence = owner(offsets, step, sequences, 64, slot);
   const int bos = max(min(offsets[sequence * step], tokens), 0), eos = max(min(offsets[(sequence + 1) * step], tokens), bos);
@@ -29,6 +21,13 @@ __device__ __forceinline__ void find_chunk(int* found, const int* offsets, int s
   found[1] = first;
   found[2] = bos / 128 + sequence + index / 2;
   found[3] = index & 1;
+}
+
+// The same in a number: the first token times 128, plus the rows.
+__device__ __forceinline__ long long chunk_of(const int* offsets, int step, int sequences, int tokens, int slot) {
+  int found[4];
+  find_chunk(found, offsets, step, sequences, tokens, slot);
+  return (static_cast<long long>(found[1]) << 7) + found[0];
 }
 
 // The last chunk from which on the decay is below 2^limit, so that a state from before it is forgotten by the end; -1 if there is none.
