@@ -57,6 +57,7 @@ from flashqla.ops.kernels.roles import (
     scale_columns,
     score,
 )
+from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, PAIR, SEQUENCE, SLOT, find_segment
 
 HALVES = HEAD_DIM // TILE
 # Registers a thread of STATE, SCORE (reverse only) and the rest, by direction and number of state warpgroups: no more than the CTA starts with.
@@ -330,30 +331,13 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             tx = T.get_thread_binding()
             head = bx // slices
             k_head: T.int32 = T.truncdiv(head, group)
-            # Variables, or their quotients are computed at every use.
-            sequence = T.alloc_var("int32")
-            index = T.alloc_var("int32")  # of the segment in its sequence
-            sequence = segment
-            index = 0
-            if segment_chunks > 0:
-                sequence = T.call_extern(
-                    "int32", "flashqla::owner", T.address_of(cu_seqlens[0]), offset_step, sequences, segment_chunks * CHUNK, segment
-                )
-            bos: T.int32 = T.max(T.min(cu_seqlens[sequence * offset_step], tokens), 0)
-            eos: T.int32 = T.max(T.min(cu_seqlens[(sequence + 1) * offset_step], tokens), bos)
-            if segment_chunks > 0:
-                index = segment - T.truncdiv(bos, segment_chunks * CHUNK) - sequence
-            first = T.alloc_var("int32")
-            length = T.alloc_var("int32")
+            found = T.alloc_local((FOUND,), "int32")
+            find_segment(found, cu_seqlens, offset_step, sequences, tokens, segment_chunks, segment)
+            sequence, index, first, length, slot = (found[n] for n in (SEQUENCE, INDEX, FIRST, LENGTH, SLOT))
             chunks = T.alloc_var("int32")
-            first = T.min(bos + index * segment_chunks * CHUNK, eos)
-            length = eos - first
-            if segment_chunks > 0:
-                length = T.min(length, segment_chunks * CHUNK)
             is_inner = T.alloc_var("int32")
-            is_inner = T.if_then_else(first + length < eos if reverse else index > 0, 1, 0)
+            is_inner = T.if_then_else(found[BEHIND] > 0 if reverse else index > 0, 1, 0)
             chunks = T.ceildiv(length, CHUNK)
-            slot: T.int32 = bos // CHUNK + sequence + index * segment_chunks
             if summary:
                 if index > 0:
                     chunks = T.call_extern(
@@ -373,7 +357,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
                 s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, segment=segment, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
-                slot=slot, pair=bos // (2 * CHUNK) + sequence, chunks_before=index * segment_chunks, bos=first, length=length, chunks=chunks, is_first=index == 0, is_inner=is_inner,
+                slot=slot, pair=found[PAIR], chunks_before=index * segment_chunks, bos=first, length=length, chunks=chunks, is_first=index == 0, is_inner=is_inner,
                 has_entering=has_entering, has_leaving=has_leaving,
             )
             if tx < WARP_GROUP:

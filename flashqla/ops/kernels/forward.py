@@ -44,6 +44,7 @@ from flashqla.ops.kernels.common import (
     WARP_GROUP,
     cuda,
 )
+from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, SEQUENCE, SLOT, find_segment
 
 STAGES = 3  # of what is loaded; with two, loads are late, four do not fit
 OUT_STAGES = 2  # of what is made
@@ -403,26 +404,9 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             tx = T.get_thread_binding()
             head = bx // slices
             k_head: T.int32 = T.truncdiv(head, group)
-            # Variables, or their quotients are computed at every use.
-            sequence = T.alloc_var("int32")
-            index = T.alloc_var("int32")  # of the segment in its sequence
-            sequence = segment
-            index = 0
-            if segment_chunks > 0:
-                sequence = T.call_extern(
-                    "int32", "flashqla::owner", T.address_of(cu_seqlens[0]), offset_step, sequences, segment_chunks * CHUNK, segment
-                )
-            bos: T.int32 = T.max(T.min(cu_seqlens[sequence * offset_step], tokens), 0)
-            eos: T.int32 = T.max(T.min(cu_seqlens[(sequence + 1) * offset_step], tokens), bos)
-            if segment_chunks > 0:
-                index = segment - T.truncdiv(bos, segment_chunks * CHUNK) - sequence
-            first = T.alloc_var("int32")
-            length = T.alloc_var("int32")
-            first = T.min(bos + index * segment_chunks * CHUNK, eos)
-            length = eos - first
-            if segment_chunks > 0:
-                length = T.min(length, segment_chunks * CHUNK)
-            chunks: T.int32 = T.ceildiv(length, CHUNK)
+            found = T.alloc_local((FOUND,), "int32")
+            find_segment(found, cu_seqlens, offset_step, sequences, tokens, segment_chunks, segment)
+            sequence, index, first, length = (found[n] for n in (SEQUENCE, INDEX, FIRST, LENGTH))
             first_chunk = T.alloc_var("int32")  # of this segment in h
             first_chunk = index * segment_chunks
             if output_h:
@@ -431,7 +415,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             ended = T.alloc_var("int32")  # the sequence whose final state is due, or -1
             ended = -1
             # Slots past the last segment of a sequence have neither an end nor chunks.
-            if T.And(has_final_state != 0, T.And(first + length == eos, T.Or(length > 0, index == 0))):
+            if T.And(has_final_state != 0, T.And(found[BEHIND] == 0, T.Or(length > 0, index == 0))):
                 ended = sequence
             T.pdl_sync()  # until what the kernels before wrote is there
             x = SimpleNamespace(
@@ -439,7 +423,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, o_smem=o_smem,
                 in_ready=in_ready, in_free=in_free, p_ready=p_ready, p_free=p_free, o_ready=o_ready, o_free=o_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, segment=segment, index=index, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
-                slot=bos // CHUNK + sequence + index * segment_chunks, bos=first, length=length, chunks=chunks, first_chunk=first_chunk,
+                slot=found[SLOT], bos=first, length=length, chunks=T.ceildiv(length, CHUNK), first_chunk=first_chunk,
                 ended=ended, has_initial_state=has_initial_state,
             )
             if tx < WARP_GROUP:

@@ -11,6 +11,23 @@ __device__ __forceinline__ int owner(const int* offsets, int step, int sequences
   return low;
 }
 
+// A segment, of chunks_each chunks of a sequence or, if that is 0, a whole sequence, which has the slot that `owner` knows it by. In a vector: its
+// sequence; which segment of that it is; its first token, its number of tokens, and that of those of the sequence behind it; the slot of its first
+// chunk, and that among pairs of chunks. Slots past the last segment of a sequence have no tokens.
+__device__ __forceinline__ void find_segment(int* found, const int* offsets, int step, int sequences, int tokens, int chunks_each, int segment) {
+  const int size = chunks_each * 64, sequence = size ? owner(offsets, step, sequences, size, segment) : segment;
+  const int bos = max(min(offsets[sequence * step], tokens), 0), eos = max(min(offsets[(sequence + 1) * step], tokens), bos);
+  const int index = size ? segment - bos / size - sequence : 0;
+  const int first = min(bos + index * size, eos), length = size ? min(eos - first, size) : eos - first;
+  found[0] = sequence;
+  found[1] = index;
+  found[2] = first;
+  found[3] = length;
+  found[4] = eos - first - length;
+  found[5] = bos / 64 + sequence + index * chunks_each;
+  found[6] = bos / 128 + sequence;
+}
+
 // The chunk of a slot: its rows, 0 where a slot has no chunk, and its first token; and of the state that enters it, of which every second one of a
 // sequence is stored: the slot of that, and whether it is the state of the chunk in front.
 __device__ __forceinline__ void find_chunk(int* found, const int* offsets, int step, int sequences, int tokens, int slot) {

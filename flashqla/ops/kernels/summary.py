@@ -36,6 +36,7 @@ from flashqla.ops.kernels.common import (
     WARP_GROUP,
     cuda,
 )
+from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, SEQUENCE, SLOT, find_segment
 
 STAGES = 3
 HALVES = HEAD_DIM // TILE
@@ -148,18 +149,12 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
             free = T.alloc_barrier([STATE_END // WARP] * STAGES)  # STATE -> LOAD
             tx = T.get_thread_binding()
             is_transition = kind == 0
-            sequence: T.int32 = T.call_extern(
-                "int32", "flashqla::owner", T.address_of(cu_seqlens[0]), offset_step, sequences, segment_chunks * CHUNK, segment
-            )
-            bos: T.int32 = T.max(T.min(cu_seqlens[sequence * offset_step], tokens), 0)
-            eos: T.int32 = T.max(T.min(cu_seqlens[(sequence + 1) * offset_step], tokens), bos)
-            index = T.alloc_var("int32")  # of the segment in its sequence; a variable, or its quotient is computed at every use
-            index = segment - T.truncdiv(bos, segment_chunks * CHUNK) - sequence
-            first: T.int32 = bos + index * segment_chunks * CHUNK
-            slot: T.int32 = bos // CHUNK + sequence + index * segment_chunks
+            found = T.alloc_local((FOUND,), "int32")
+            find_segment(found, cu_seqlens, offset_step, sequences, tokens, segment_chunks, segment)
+            sequence, index, first, slot = (found[n] for n in (SEQUENCE, INDEX, FIRST, SLOT))
             T.pdl_sync()  # until what the inverse kernel wrote is there
             T.pdl_trigger()
-            if first + segment_chunks * CHUNK < eos:  # not the last one, so it is whole
+            if found[BEHIND] > 0:  # not the last one, so it is whole
                 start: T.int32 = T.call_extern(
                     "int32", "flashqla::forgotten_before", T.address_of(records[slot, head, CHUNK_DECAY, 1]), hv * record * CHUNK, segment_chunks, FORGOTTEN
                 )
