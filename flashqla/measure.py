@@ -111,9 +111,12 @@ def side_stream(device: str) -> Iterator[None]:
         torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def allocated_bytes(device: torch.device) -> int | None:
-    """Device memory that tensors take now; None on the CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+def live_bytes(device: torch.device) -> int | None:
+    """Device memory of tensors that are still in use; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    gc.collect()  # an autograd graph of another backend may wait in a cycle, and be freed between two readings
+    return torch.cuda.memory_allocated(device)
 
 
 def summary(samples: list[float], *, call_ms: float | None, l2: L2, clock: Clock) -> Timing:

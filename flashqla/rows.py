@@ -87,14 +87,16 @@ class Row:
     def prepare(self, inputs: Inputs, watch: Watch) -> Call | None:
         """The call to measure or check, or None with the status decided."""
         watch.compiling(self.backend.name, f"compiling {self.backend.name} for {self.case.id}")
+        saves = self.direction == "bwd"
+        before = measure.live_bytes(inputs.v.device) if saves else None
         begin = time.perf_counter()
-        before = measure.allocated_bytes(inputs.v.device)
         try:
             call = self.backend.prepare(inputs, self.direction)
             self.compile_s = time.perf_counter() - begin
             self.kernels = self.backend.kernels(inputs, self.direction)
-            if before is not None and self.direction == "bwd":
-                self.saved_bytes = max(0, (measure.allocated_bytes(inputs.v.device) or 0) - before)
+            after = measure.live_bytes(inputs.v.device) if saves else None
+            if before is not None and after is not None and after >= before:  # less: a cache let go of an earlier row
+                self.saved_bytes = after - before
         except Exception as error:  # any backend's failure is a row, not the end of the run
             self.fail(error)
             return None

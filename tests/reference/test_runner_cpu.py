@@ -423,7 +423,7 @@ def test_what_a_forward_pass_leaves_is_counted_for_a_backward_pass_alone(
     direction: Direction, saved: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = iter([300, 1000])
-    monkeypatch.setattr(measure, "allocated_bytes", lambda device: next(sizes))
+    monkeypatch.setattr(measure, "live_bytes", lambda device: next(sizes))
     records: list[Record] = []
     runner.bench([CASE], [Changed(nothing)], "cpu", records.append, direction=direction, config=QUICK)  # type: ignore[list-item]
     assert (records[0].status, records[0].saved_bytes) == ("ok", saved)
