@@ -104,7 +104,8 @@ def test_the_readme_says_what_was_measured_of_the_backward_pass() -> None:
 
     def ratio(row: dict[str, Record], peer: str, number: Callable[[Record], float | None], inverse: bool) -> float:
         ours, other = number(row["flashqla"]), number(row[peer])
-        assert ours and other
+        assert ours
+        assert other
         return ours / other if inverse else other / ours
 
     def line(label: str, heads: str, chosen: list[dict[str, Record]]) -> str:
@@ -135,8 +136,10 @@ def test_the_readme_says_what_was_verified() -> None:
     for name in ("hard", "sweep", "bwd"):
         records = read(ROOT / f"results/verify_{name}_H200.json").records
         passed[name], total[name] = sum(bool(r.passed) for r in records), len(records)
-    assert passed["hard"] == total["hard"] and passed["sweep"] == total["sweep"]
+    assert passed["hard"] == total["hard"]
+    assert passed["sweep"] == total["sweep"]
     assert f"all {total['hard']} and {total['sweep']} cases pass" in text
     assert f"of the backward pass {passed['bwd']} of {total['bwd']}." in text
     sources = {read(path).environment.kernel_fingerprint for path in RESULTS}
-    assert len(sources) == 1 and sources.pop() in text
+    assert len(sources) == 1
+    assert sources.pop() in text
