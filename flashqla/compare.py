@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flashqla.errors import ArgumentError, NothingToDo, UnsupportedError
 from flashqla.records import Record, Run, Timing, judged, went_wrong
@@ -122,24 +122,36 @@ def compare(old: Run, new: Run, thresholds: Thresholds | None = None, allow: Col
     )
 
 
-def unjudged(verdicts: Sequence[Verdict]) -> tuple[bool, str]:
-    """Whether enough rows were judged to say that nothing got worse, and a line about those that were not, if any.
+class Tally(NamedTuple):
+    """Of how many rows it was asked whether they got worse, how many told, and a line about the others, if any."""
 
-    Rows that count, calls aside. One that the new run does not have counts as not judged where it should have: that
-    run was interrupted, or the backend gave no result. A run of fewer cases is a choice.
+    told: int
+    asked: int
+    line: str
+
+    @property
+    def enough(self) -> bool:
+        return self.told >= ENOUGH * self.asked
+
+
+def tally(verdicts: Sequence[Verdict]) -> Tally:
+    """Rows that count, calls aside.
+
+    One that the new run does not have counts as not judged where it should have: that run was interrupted, or the
+    backend gave no result. A run of fewer cases is a choice.
     """
     rows = [row for row in verdicts if row.counts and row.quantity != CALL_MS]
     unclear = [row for row in rows if row.word == "unclear"]
     lost = sum(row.word == "missing" and row.why != NO_ROW for row in rows)
-    judged = sum(row.word in COMPARED or row.word == "failed" for row in rows) - len(unclear)
-    asked = judged + len(unclear) + lost
-    if judged == asked:
-        return True, ""
+    told = sum(row.word in COMPARED or row.word == "failed" for row in rows) - len(unclear)
+    asked = told + len(unclear) + lost
+    if told == asked:
+        return Tally(told, asked, "")
     few = sum(row.quantity == MS and row.interval is None for row in unclear)
     found = f"{len(unclear)} unclear" + f", {few} of them with too few samples" * bool(few) if unclear else ""
     words = ", ".join(filter(None, [found, f"{lost} missing" * bool(lost)]))
     do = "; measure longer, with --budget and --repeats" if unclear and unclear[0].quantity == MS else ""
-    return judged >= ENOUGH * asked, f"{judged} of {asked} rows could be judged: {words}{do}"
+    return Tally(told, asked, f"{told} of {asked} rows could be judged: {words}{do}")
 
 
 def changes(old: Run, new: Run) -> list[str]:

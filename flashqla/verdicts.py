@@ -17,7 +17,7 @@ from flashqla.compare import (
     WORDS,
     Verdict,
     changes,
-    unjudged,
+    tally,
 )
 from flashqla.device import PEERS
 from flashqla.junit import Outcome, suite
@@ -62,9 +62,9 @@ def junit(old: Run, new: Run, verdicts: Sequence[Verdict], everything: bool = Fa
         )
         for row in verdicts
     ]
-    enough, line = unjudged(verdicts)
-    if not enough:
-        outcomes.append(Outcome("flashqla compare", "rows that could be judged", "failure", "unclear", line))
+    told = tally(verdicts)
+    if not told.enough:
+        outcomes.append(Outcome("flashqla compare", "rows that could be judged", "failure", "unclear", told.line))
     return junit_text(suite(f"flashqla compare {new.kind}", new.started.isoformat(), outcomes))
 
 
@@ -186,7 +186,7 @@ def _counts(verdicts: Sequence[Verdict]) -> dict[str, Counter[str]]:
 
 def _summary(verdicts: Sequence[Verdict]) -> list[str]:
     """How many rows could not be judged, if any; then a line per backend, those that count first."""
-    _, line = unjudged(verdicts)
+    line = tally(verdicts).line
     idle = {row.backend for row in verdicts if not row.counts}
     all_calls = {
         f"{row.backend}, calls": f"; all together {row.word}, {_ratio(row)} ({_interval(row)})"

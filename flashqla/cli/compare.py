@@ -109,11 +109,11 @@ def compare(
             given=f"{old} has {_rows(before)}, {new} has {_rows(after)}",
             do="compare runs of the same suite and backends, or pass --allow-missing-baseline",
         )
-    enough, line = comparing.unjudged(verdicts)
-    if not enough:
-        what = "no row" if line.startswith("0 ") else "less than half of the rows"
+    tally = comparing.tally(verdicts)
+    if not tally.enough:
+        what = "less than half of the rows" if tally.told else "no row"
         do = "make both runs again, such as with --budget 30, or take the thresholds of flashqla calibrate"
-        raise NothingToDo(f"{what} could be judged", given=line, do=do)
+        raise NothingToDo(f"{what} could be judged", given=tally.line, do=do)
 
 
 def _open(row: "Verdict") -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from flashqla import accuracy, backends, measure, runner
+from flashqla import inputs as drawing
 from flashqla.backends import Call, Outputs
 from flashqla.cases import Case, Direction, suite
 from flashqla.inputs import Inputs
@@ -237,6 +239,33 @@ def test_bench_times_and_checks() -> None:
             "pip install it",
             None,
         )
+
+
+def test_compiling_is_a_time_of_its_own_and_in_no_sample() -> None:
+    """Backends compile when they are first called, as Triton does; so each is called once before it is handed out."""
+    records: list[Record] = []
+    seconds = 0.3
+    waits = iter([seconds])
+
+    class Lazy(Changed):
+        def prepare(self, inputs: Inputs, direction: Direction) -> Call:
+            return backends._first(super().prepare(inputs, direction))
+
+    lazy = Lazy(lambda inputs, outputs: time.sleep(next(waits, 0)), "lazy")
+    runner.bench([CASE], [lazy], "cpu", records.append, config=QUICK)
+    (record,) = records
+    assert record.passed
+    assert record.compile_s >= seconds
+    assert max(record.timing.samples) < 1000 * seconds
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwd+bwd"])
+def test_every_backend_has_run_when_it_is_handed_out(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Call] = []
+    monkeypatch.setattr(backends, "_first", lambda call: ran.append(call) or call)
+    inputs = drawing.make(CASE, 0, "cpu", direction)
+    for backend in backends.create(["flashqla", "torch-chunked", "torch-recurrent"], "cpu"):
+        assert backend.prepare(inputs, direction) is ran.pop()
 
 
 def test_bench_notices_changed_inputs() -> None:

@@ -20,9 +20,9 @@ from flashqla.compare import (
     compare,
     only,
     read_thresholds,
+    tally,
     threshold,
     to_toml,
-    unjudged,
 )
 from flashqla.errors import ArgumentError, NothingToDo, UnsupportedError
 from flashqla.records import Record, Run, TensorErrors, Timing
@@ -301,10 +301,10 @@ def test_half_of_the_rows_must_be_judged(
 ) -> None:
     old = make_run(*(row(case, [1.0] * 6) for case in CASES[: good + vague]))
     new = make_run(*(row(case, [1.0] * (6 if at < good else 4)) for at, case in enumerate(CASES[: good + vague])))
-    found = unjudged(compare(old, new))
-    assert found[0] == enough
-    assert found[1].startswith(line)
-    assert bool(found[1]) == bool(line)
+    found = tally(compare(old, new))
+    assert (found.told, found.asked, found.enough) == (good, good + vague, enough)
+    assert found.line.startswith(line)
+    assert bool(found.line) == bool(line)
 
 
 def test_rows_that_should_be_there_are_not_judged_and_a_choice_of_fewer_is_none(
@@ -312,15 +312,15 @@ def test_rows_that_should_be_there_are_not_judged_and_a_choice_of_fewer_is_none(
 ) -> None:
     old, new = sweep("old"), sweep("new")
     part = new.model_copy(update={"records": new.records[:3]})
-    assert unjudged(compare(old, part))[0]  # bench fwd --heads 2,8 against a baseline of all
+    assert tally(compare(old, part)).enough  # bench fwd --heads 2,8 against a baseline of all
     cut = part.model_copy(update={"interrupted": True})
     lost = sum(verdict.why == "not reached: the run was interrupted" for verdict in compare(old, cut))
     assert lost == len(CASES) - 3
-    enough, line = unjudged(compare(old, cut))
-    assert (enough, f"{lost} missing" in line) == (False, True)
+    found = tally(compare(old, cut))
+    assert (found.enough, f"{lost} missing" in found.line) == (False, True)
     gone = part.model_copy(update={"records": [*part.records, *(absent(case, "flashqla") for case in CASES[3:])]})
-    assert not unjudged(compare(old, gone))[0]
-    assert unjudged(compare(cut, old)) == (True, "")  # new rows are no loss
+    assert not tally(compare(old, gone)).enough
+    assert tally(compare(cut, old)) == (3, 3, "")  # new rows are no loss
 
 
 # Verify runs

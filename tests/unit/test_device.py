@@ -1,6 +1,7 @@
 """Machine facts, with NVML and the compiler replaced."""
 
 import hashlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -94,6 +95,14 @@ def test_gpu_facts(nvml: Nvml) -> None:
     assert first is not None
     assert first.sm_count == 108  # 64 cores per SM there
     assert nvml.open == 0
+
+
+def test_clocks_are_read_and_never_set() -> None:
+    sources = Path(device.__file__).parent.rglob("*.py")
+    used = {name for path in sources for name in re.findall(r"\bnvml[A-Z]\w*", path.read_text())}
+    assert "nvmlDeviceGetClockInfo" in used
+    reads = re.compile(r"nvml(Init|Shutdown|(Device|System)Get\w+|ClocksEventReasons)")
+    assert [name for name in sorted(used) if not reads.fullmatch(name)] == []
 
 
 @pytest.mark.parametrize(
