@@ -218,7 +218,9 @@ def _page(run: Run) -> Page:
 
 
 def _title(run: Run) -> str:
-    return f"flashqla {run.kind.replace('-', ' ')} on {run.environment.gpu or run.environment.cpu}"
+    suite = run.settings.get("suite")
+    what = f"{run.kind.replace('-', ' ')}, suite {suite}," if suite else run.kind.replace("-", " ")
+    return f"flashqla {what} on {run.environment.gpu or run.environment.cpu}"
 
 
 def _tiles(run: Run, full: Page) -> list[Tile]:

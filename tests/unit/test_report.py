@@ -89,7 +89,7 @@ def verify(make_run: Callable[..., Run], verified: Make, absent: Make) -> Run:
 
 def test_page_has_the_numbers_and_what_made_them(bench: Run) -> None:
     text = Elements(report.html([bench])).text
-    assert "flashqla bench fwd on NVIDIA H200" in text
+    assert "flashqla bench fwd, suite qwen, on NVIDIA H200" in text
     assert "2.83x the speed of fla, geometric mean 2.00x to 4.00x; faster in 2 of 2 rows" in text
     assert "23% of the floor, median 14% to 46%, 3 rows" in text
     assert "132 SMs, driver 580.1, SM clock 1755 MHz, 60 C, 500 W" in text
@@ -139,7 +139,7 @@ def test_pages_of_gradients(make_run: Callable[..., Run], timed: Make, verified:
     ours = verified(A, "flashqla", 0, 0, bounds=dict.fromkeys(errors, 1e-2)).model_copy(update={"errors": errors})
     verify = make_run(ours, kind="verify-bwd")
     text = Elements(report.html([bench, verify])).text
-    assert "flashqla bench bwd on NVIDIA H200" in text
+    assert "flashqla bench bwd, suite qwen, on NVIDIA H200" in text
     assert "1x32768 0.1000 0.4000 0.2000 0.8000 4.00x 1.0 4.0 2.0 4.0" in text
     assert f"{A.id} dq 2.0e-03 1.0e-02 ok dk 2.0e-03 1.0e-02 dA_log 2.0e-03 1.0e-02" in text
     assert list(plots.inline(bench)) == ["latency", "speedup"]
@@ -293,7 +293,7 @@ def test_cases_without_a_model_or_tokens(make_run: Callable[..., Run], timed: Ma
 def test_markdown_is_a_summary_with_all_rows_folded_away(bench: Run, verify: Run) -> None:
     summary = report.summary([bench, verify])
     top, _, rest = summary.partition("<details><summary>All rows</summary>")
-    assert top.startswith("## flashqla bench fwd on NVIDIA H200\n")
+    assert top.startswith("## flashqla bench fwd, suite qwen, on NVIDIA H200\n")
     assert "2.83x the speed of fla, geometric mean (2.00x to 4.00x; faster in 2 of 2 rows)" in top
     assert "| 397B/122B TP8 h\\_k=2 h\\_v=8 | 3 | 2.83x | - | 23% |" in top
     assert f"- fla: wrong result: {C.id}" in top
@@ -338,9 +338,9 @@ def test_junit_has_a_test_per_row(bench: Run, verify: Run, make_run: Callable[..
     wrong = make_run(timed(A, "flashqla", 1.0, passed=False, reason="wrong result"))
     root = ElementTree.fromstring(report.junit([bench, verify, wrong]))
     assert [(s.get("name"), s.get("tests"), s.get("failures"), s.get("skipped")) for s in root] == [
-        ("flashqla bench fwd on NVIDIA H200", "9", "0", "3"),  # a wrong peer fails nothing
-        ("flashqla verify fwd on NVIDIA H200", "6", "0", "1"),
-        ("flashqla bench fwd on NVIDIA H200", "1", "1", "0"),
+        ("flashqla bench fwd, suite qwen, on NVIDIA H200", "9", "0", "3"),  # a wrong peer fails nothing
+        ("flashqla verify fwd, suite qwen, on NVIDIA H200", "6", "0", "1"),
+        ("flashqla bench fwd, suite qwen, on NVIDIA H200", "1", "1", "0"),
     ]
     said = {(t.get("classname"), t.get("name")): t[0] for t in root[0]}
     assert said["flashqla", f"{B.id} fwd"].text == "0.02 ms, throttled by power cap"
