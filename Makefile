@@ -51,6 +51,8 @@ bench: $(STAMP)
 	mkdir -p $(OUT)
 	$(BIN)/flashqla verify --json $(OUT)/verify.json
 	$(BIN)/flashqla bench fwd --json $(OUT)/bench-fwd.json --out $(OUT)/bench-fwd.txt
+	@echo
+	@echo "Both runs are in $(OUT)/. Next: source $(BIN)/activate; flashqla report $(OUT)/*.json --out $(OUT)/report.html"
 
 # The run of the README's table comes first on the page, and has its plots in the README.
 TABLE := results/benchmark_results_H200

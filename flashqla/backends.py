@@ -223,7 +223,7 @@ class TorchRecurrent:
 
     def unsupported(self, case: Case, direction: Direction) -> str | None:
         if max(case.lengths) > RECURRENT_TOKENS:
-            return f"one step per token: run up to {RECURRENT_TOKENS} tokens per sequence"
+            return f"it takes a step for every token, and no more than {RECURRENT_TOKENS} of them in a sequence"
         return None
 
     def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:

@@ -22,6 +22,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from flashqla.device import OURS
 from flashqla.errors import ArgumentError, NothingToDo, UnsupportedError
 from flashqla.records import Record, Run, Timing, judged, went_wrong
 
@@ -58,7 +59,7 @@ class Verdict:
     backend: str
     direction: str
     word: Word
-    counts: bool  # False for a peer, whose rows are shown but fail nothing
+    counts: bool  # False for a peer or a reference, whose rows are shown but fail nothing
     threshold: float
     quantity: str = ""  # "ms", "call ms", or the tensor whose relative L2 error grew most
     old: float | None = None
@@ -96,6 +97,7 @@ def compare(old: Run, new: Run, thresholds: Thresholds | None = None, allow: Col
     _refuse_hardware(old, new, mixes, allow)
     _refuse({key: found for key, mix in mixes.items() if (found := {k: v for k, v in mix.items() if k not in allow})})
     ours = {*judged(old), *judged(new)}
+    ours = ours & {OURS} or ours  # what it is compared with, peers and the forms in PyTorch, fails nothing beside it
     verdicts = [
         Verdict(
             *key,

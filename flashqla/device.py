@@ -22,6 +22,7 @@ from flashqla._version import __version__
 HOPPER = (9, 0)  # compute capability our kernels are written for
 KERNEL_SOURCES = {".py", ".cuh"}
 
+OURS = "flashqla"  # the backend that all of this is about
 # Backends that are other people's work, and the distribution of each.
 PEERS = {"fla": "flash-linear-attention", "flashinfer": "flashinfer-python", "flash-qla": "flash-qla"}
 PACKAGES = {

@@ -273,7 +273,7 @@ def _verify_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Rec
         right = accuracy.truth(inputs, job.direction)
         for name, row in rows.items():
             if row.backend.exact and not right.recurrence:
-                row.refuse(f"{max(case.lengths)} tokens in a sequence are too many for the recurrence to prove it by")
+                row.refuse(f"{max(case.lengths)} tokens in a sequence: too many for the recurrence, which is the proof")
             elif call := row.prepare(inputs, watch):
                 try:
                     watch.running(name)

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from flashqla.cli import bench, cases, compare, console, doctor, explain, report, show, verify, warmup
-from flashqla.errors import FlashqlaError, RecordError
+from flashqla.errors import EnvironmentProblem, FlashqlaError, RecordError
 
 EXIT_CODES = """\b
 Exit codes:
@@ -48,6 +48,15 @@ class Commands(TyperGroup):
             else:
                 console.error(problem)
             sys.exit(problem.exit_code)
+        except ImportError as broken:
+            if (broken.name or "").partition(".")[0] == __package__.partition(".")[0]:
+                traceback.print_exc()
+                sys.exit(70)
+            cause = EnvironmentProblem(
+                "a package cannot be imported", given=str(broken), do="see what is here with: flashqla doctor"
+            )
+            console.error(cause)
+            sys.exit(cause.exit_code)
         except Exception:
             traceback.print_exc()
             sys.exit(70)

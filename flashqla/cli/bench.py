@@ -81,7 +81,9 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
             suites, file=cases, captured=captured, heads=heads, lens=lens, model=model, pattern=pattern
         )
 
-        from flashqla import backends, measure, runner  # and with them torch
+        import torch
+
+        from flashqla import backends, measure, runner
 
         names = backend or backends.defaults("bench", where)
         chosen = backends.create(names, where)
@@ -100,6 +102,7 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
                 "repeats": repeats,
                 "budget_s": budget,
                 "l2": l2.value,
+                **({"threads": torch.get_num_threads()} if where == "cpu" else {}),
             },
             render=lambda run: text(bench_page(run, roofline=roofline, memory=memory)),
             note=note,

@@ -1,5 +1,6 @@
 """`flashqla compare` and `flashqla calibrate`: two runs, and what differences mean nothing."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -84,8 +85,8 @@ def compare(
     """Compare two runs, row by row.
 
     A row is slower if the ratio of medians and its interval both lie above the threshold. Calls from Python, with the
-    host's work, are compared apart: over all rows, and for one by four times that threshold. Peers are shown and do not
-    count, unless nothing else ran. Works without PyTorch and without a GPU.
+    host's work, are compared apart: over all rows, and for one by four times that threshold. Peers and the forms
+    in PyTorch are shown and do not count, unless flashqla did not run. Works without PyTorch and without a GPU.
     """
     from flashqla import compare as comparing
     from flashqla.records import read
@@ -101,7 +102,11 @@ def compare(
         verdicts = [replace(row, counts=True) for row in verdicts]
     console.result(FORMATS[form.value](before, after, verdicts, everything))
     _warn_of_idle_patterns(limits, verdicts)
-    if any(row.counts and (row.word in comparing.REGRESSIONS or (strict and _open(row))) for row in verdicts):
+    worse = Counter(
+        row.word for row in verdicts if row.counts and (row.word in comparing.REGRESSIONS or (strict and _open(row)))
+    )
+    if worse:
+        console.note("exit code 1: " + ", ".join(f"{count} {word}" for word, count in worse.items()))
         raise typer.Exit(1)
     if not allow_missing_baseline and not any(row.word in comparing.COMPARED for row in verdicts):
         raise NothingToDo(
@@ -112,7 +117,8 @@ def compare(
     tally = comparing.tally(verdicts)
     if not tally.enough:
         what = "less than half of the rows" if tally.told else "no row"
-        do = "make both runs again, such as with --budget 30, or take the thresholds of flashqla calibrate"
+        do = "make both runs again, such as with --budget 30"
+        do += "" if thresholds else ", or take the thresholds of flashqla calibrate"
         raise NothingToDo(f"{what} could be judged", given=tally.line, do=do)
 
 

@@ -47,7 +47,7 @@ def choose_device(asked: str | None = None, *, strict: bool = False) -> tuple[st
         )
     if strict:
         raise EnvironmentProblem("no Hopper GPU here", given=f"--strict, {found}", do="see why with: flashqla doctor")
-    return "cpu", f"no Hopper GPU here ({found}): what follows is PyTorch on the CPU, not the kernels"
+    return "cpu", f"no Hopper GPU here ({found}): this is PyTorch on the CPU, not the kernels"
 
 
 def run(

@@ -260,7 +260,7 @@ def test_verify_prints_the_table_on_stdout_and_nothing_else(layers: Layers, capf
     assert result.stdout.startswith("flashqla verify fwd\n")
     assert result.stdout.endswith("flashqla: 6 passed, 0 failed\nfla: 6 passed, 0 failed\n")
     assert "compiling" not in result.stdout
-    assert "what follows is PyTorch on the CPU" in result.stderr
+    assert "this is PyTorch on the CPU" in result.stderr
     assert layers.asked["seed"] == 7
     assert layers.asked["runs"] == 2
     assert layers.asked["exact"]

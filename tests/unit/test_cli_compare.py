@@ -259,7 +259,7 @@ def test_thresholds_come_from_the_file_and_the_flag(old: str, save: Save, row: M
     result = invoke("compare", old, new, "--thresholds", str(path))
     assert result.exit_code == 1
     assert "\nflashqla: 1 slower, 1 same\n" in result.stdout
-    assert result.stderr == "note: no row has the threshold of 'hk9-*'\n"
+    assert result.stderr == "note: no row has the threshold of 'hk9-*'\nnote: exit code 1: 1 slower\n"
     # The flag replaces the default of the file, and leaves its cases alone.
     assert invoke("compare", old, new, "--thresholds", str(path), "--fail", "12%").exit_code == 0
     path.write_text(f'default = "12%"\n[cases]\n"{A.id}" = "5%"\n')
@@ -407,3 +407,13 @@ def test_help_comes_at_once(command: str) -> None:
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in traced.stderr.splitlines()}
     assert "flashqla" in imported
     assert not {"torch", "numpy", "scipy"} & imported
+
+
+def test_a_reference_that_became_slower_is_shown_and_fails_nothing(save: Save, row: Make) -> None:
+    old, new = (
+        save(name, row(A, 1.0), row(A, ms, backend="torch-recurrent")) for name, ms in (("before", 1.0), ("after", 1.5))
+    )
+    result = invoke("compare", old, new)
+    assert result.exit_code == 0
+    assert "torch-recurrent (does not count): 1 slower" in result.stdout
+    assert invoke("compare", old, new, "--backend", "torch-recurrent").exit_code == 1

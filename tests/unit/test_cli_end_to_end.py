@@ -39,7 +39,7 @@ def test_verify_proves_the_smoke_suite(tmp_path: Path) -> None:
             "final_state": 0,
         }
         assert 0 < record["errors"]["o"]["rel_l2"] < record["bound"]
-    assert "what follows is PyTorch on the CPU" in done.stderr
+    assert "this is PyTorch on the CPU" in done.stderr
 
 
 def test_verify_proves_gradients_of_the_smoke_suite(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_quiet_shows_no_progress_on_a_terminal(tmp_path: Path, quiet: bool) -> N
     assert "\nflashqla: 1 passed, 0 failed\n" in table
     if quiet:
         assert shown.decode().splitlines() == [
-            "note: no Hopper GPU here (no GPU): what follows is PyTorch on the CPU, not the kernels"
+            "note: no Hopper GPU here (no GPU): this is PyTorch on the CPU, not the kernels"
         ]
     else:
         assert b"hk2-hv4/1x128/mixed" in shown
