@@ -303,7 +303,7 @@ def _change_of_calls(
 
 def _change_of_errors(before: Record, after: Record, threshold: float) -> dict[str, Any]:
     if before.passed is None or after.passed is None:  # the rule itself diverges there, so errors mean nothing
-        return {"word": "same" if before.passed == after.passed else "unclear", "why": "not judged"}
+        return {"word": "unclear", "why": "not judged"}
     gone = [name for name in before.errors if name not in after.errors]
     pairs = [(name, error.rel_l2, after.errors[name].rel_l2) for name, error in before.errors.items() if not gone]
     least = max(NEGLIGIBLE * (after.bound or 0.0), sys.float_info.min)

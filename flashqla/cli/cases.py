@@ -23,6 +23,7 @@ def cases(
     model: options.ModelOption = None,
     pattern: options.PatternOption = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON, with every field of a case.")] = False,
+    no_color: options.NoColorOption = False,
 ) -> None:
     """List the cases of a suite, or of a file.
 

@@ -12,7 +12,7 @@ import typer
 
 import flashqla
 from flashqla import device
-from flashqla.cli import console
+from flashqla.cli import console, options
 from flashqla.errors import EnvironmentProblem
 
 EXAMPLES = """\b
@@ -22,6 +22,7 @@ Examples:
 """
 
 
+TILELANG = "0.1.15"  # whose releases the kernels were written for, as pyproject.toml says
 ROOT = Path(flashqla.__file__).parents[1]  # of a checkout, or a folder of packages
 
 
@@ -35,7 +36,10 @@ class Check:
     fix: str = ""
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    no_color: options.NoColorOption = False,
+) -> None:
     """Show what this machine has and lacks, and the fix.
 
     Looks at GPU, driver, CUDA compiler, packages and peers.
@@ -83,11 +87,14 @@ def examine() -> Iterator[Check]:
     yield _torch(card is not None)
     for name, fix in (
         ("triton", "it comes with a torch built for CUDA; fla needs it"),
-        ("tilelang", "pip install 'tilelang>=0.1.15,<0.1.16'"),
+        ("tilelang", f"pip install tilelang=={TILELANG}"),
         ("tvm_ffi", "it comes with tilelang"),
     ):
         version = versions[name]
-        yield Check(name, "ok", version) if version else Check(name, "note", "not installed", fix)
+        if version and name == "tilelang" and not f"{version}.".startswith(f"{TILELANG}."):
+            yield Check(name, needed, f"{version}, the kernels were written for {TILELANG}", fix)
+        else:
+            yield Check(name, "ok", version) if version else Check(name, "note", "not installed", fix)
     yield _kernels(needed)
     for name in device.PEERS:
         yield _peer(name, versions[name], card is not None, hopper)

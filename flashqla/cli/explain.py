@@ -37,6 +37,7 @@ def explain(
     device: options.DeviceOption = None,
     strict: Annotated[bool, typer.Option("--strict", help="PyTorch instead of a kernel is an error (3).")] = False,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    no_color: options.NoColorOption = False,
 ) -> None:
     """Say which implementation would run, and why.
 

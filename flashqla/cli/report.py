@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flashqla.cli import console
+from flashqla.cli import console, options
 from flashqla.errors import ArgumentError
 
 EXAMPLES = """\b
@@ -33,6 +33,7 @@ def report(
     plots: Annotated[
         Path | None, typer.Option("--plots", metavar="DIR", help="Write the plots as SVG and PNG files as well.")
     ] = None,
+    no_color: options.NoColorOption = False,
 ) -> None:
     """Show runs as one page: HTML with plots, Markdown for a pull request, plain text, or JUnit XML for a CI system.
 

@@ -149,7 +149,7 @@ def _signals(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
 
 
 def exit_code(run: Run, *, strict: bool = False) -> int:
-    """130 interrupted, 1 a wrong or failed row, 3 nothing could run here, else 0.
+    """130 interrupted, 1 a wrong or failed row, 3 nothing could run here, 4 nothing that `verify` could judge, else 0.
 
     Peers do not count, unless nothing else ran. Strict: they count, and each row that could not run is a 3.
     """
@@ -160,4 +160,7 @@ def exit_code(run: Run, *, strict: bool = False) -> int:
     if any(map(went_wrong, counted)):
         return 1
     idle = [record for record in counted if record.status != "ok"]
-    return 3 if len(idle) == len(counted) or (strict and idle) else 0
+    if len(idle) == len(counted) or (strict and idle):
+        return 3
+    verified = [record.passed for record in counted if record.command == "verify" and record.status == "ok"]
+    return 4 if verified and all(passed is None for passed in verified) else 0

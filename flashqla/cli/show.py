@@ -50,7 +50,7 @@ def show(
         console.result(render(tables.page(run, roofline=roofline, memory=memory)))
 
 
-def schema() -> None:
+def schema(no_color: options.NoColorOption = False) -> None:
     """Print the JSON Schema of result files."""
     from flashqla.records import json_schema
 

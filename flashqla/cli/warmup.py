@@ -54,6 +54,7 @@ def warmup(
     ] = None,
     heads: options.HeadsOption = None,
     quiet: options.QuietOption = False,
+    no_color: options.NoColorOption = False,
 ) -> None:
     """Compile everything ahead: our kernels, and those of the installed peers.
 

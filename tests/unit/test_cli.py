@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import flashqla
@@ -330,7 +331,8 @@ def test_bench_options_reach_the_runner(layers: Layers, timed: Make, tmp_path: P
         (f"{heads}/1x2048/mixed", backend) for heads in ("hk2-hv8", "hk16-hv64") for backend in ("flashqla", "fla")
     ]
     assert run.kind == "bench-fwd"
-    assert run.settings == {"suite": "qwen", "device": "cpu", "seed": 0, "repeats": 3, "budget_s": 7.5, "l2": "warm"}
+    settings = {"suite": "qwen", "device": "cpu", "seed": 0, "repeats": 3, "budget_s": 7.5, "l2": "warm"}
+    assert run.settings == {**settings, "threads": torch.get_num_threads()}
     assert result.stdout == out.read_text() == bench_text(run)
     assert "3.00x" in result.stdout
 
@@ -438,6 +440,21 @@ def test_exit_code(
         return timed(case, backend, 1.0) if status == "ok" else absent(case, backend, status)
 
     assert session.exit_code(make_run(record("flashqla", ours), record("fla", peer)), strict=strict) == code
+
+
+@pytest.mark.parametrize(("passed", "code"), [((None, None), 4), ((None, True), 0), ((None, False), 1)])
+def test_a_verification_that_could_judge_nothing_is_4(
+    make_run: Callable[..., Run], timed: Make, passed: tuple[bool | None, ...], code: int
+) -> None:
+    cases = suite("smoke")[:2]
+    fields = {"command": "verify", "timing": None}
+    records = [
+        timed(case, "flashqla", 1.0).model_copy(update={**fields, "passed": p})
+        for case, p in zip(cases, passed, strict=True)
+    ]
+    assert session.exit_code(make_run(*records, kind="verify-fwd")) == code
+    benched = timed(cases[0], "flashqla", 1.0).model_copy(update={"passed": None})
+    assert session.exit_code(make_run(benched)) == 0
 
 
 def test_one_unsupported_row_among_good_ones_is_fine(make_run: Callable[..., Run], timed: Make, absent: Make) -> None:

@@ -360,7 +360,7 @@ def test_verify_rows_that_fail_or_are_not_judged(make_run: Callable[..., Run], v
         (good, wrong, "failed", "wrong result"),
         (wrong, good, "new", "before: wrong result"),
         (good, open_, "unclear", "not judged"),
-        (open_, open_, "same", "not judged"),
+        (open_, open_, "unclear", "not judged"),
         (good, fewer, "unclear", "not compared: final_state"),
     ]
     for old, new, word, why in table:

@@ -25,6 +25,7 @@ class Machine:
         self.cuda: str | None = None
         self.cuda_usable = False
         self.broken: set[str] = set()
+        self.versions: dict[str, str | None] = {}
 
     def load(self, name: str) -> Any:
         if name in self.broken:
@@ -36,7 +37,8 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    versions = {**dict.fromkeys(device.PACKAGES, "1.0"), **dict.fromkeys(device.PEERS)}
+    versions = {**dict.fromkeys(device.PACKAGES, "1.0"), **dict.fromkeys(device.PEERS), "tilelang": "0.1.15"}
+    machine.versions = versions
     monkeypatch.setattr(device, "gpu", lambda index=0: machine.card)
     monkeypatch.setattr(device, "nvcc", lambda: machine.nvcc)
     monkeypatch.setattr(device, "package_versions", lambda: versions)
@@ -46,6 +48,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def states() -> dict[str, str]:
     return {check.name: check.state for check in doctor.examine()}
+
+
+@pytest.mark.parametrize(("version", "state"), [("0.1.15.post1", "ok"), ("0.1.150", "problem"), ("0.2.0", "problem")])
+def test_kernels_need_the_tilelang_they_were_written_for(machine: Machine, version: str, state: str) -> None:
+    machine.card, machine.versions["tilelang"] = H200, version
+    (found,) = [check for check in doctor.examine() if check.name == "tilelang"]
+    assert (found.state, found.fix) == (state, "" if state == "ok" else "pip install tilelang==0.1.15")
+    requirement = f'"tilelang>={doctor.TILELANG},<0.1.16;'
+    assert requirement in (Path(__file__).parents[2] / "pyproject.toml").read_text()
 
 
 def test_a_machine_without_a_gpu_has_notes_but_no_problem(machine: Machine) -> None:
