@@ -1,5 +1,5 @@
 """`python -m flashqla`."""
 
-from flashqla.cli.app import main
+from flashqla.cli import main
 
 main()

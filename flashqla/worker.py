@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NoReturn
 
@@ -108,8 +109,10 @@ class Worker:
         arguments = (theirs, self._hand, self._names, self.start, os.getpid())
         self._process = context.Process(target=_main, args=arguments, name="flashqla worker")
         self._tell("starting a process", True)
-        # Ctrl-C on a terminal reaches every process of the group, and this one has not left it yet.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Ctrl-C on a terminal reaches every process of the group, and this one has not left it yet. Nor may the parent
+        # lose a process that it has half started. The tracker is there before: where it starts, signals are unblocked.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process.start()
         finally:
@@ -211,6 +214,7 @@ def _main(connection: Connection, hand: Any, names: Sequence[str], start: Start,
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # what it starts would inherit that
     die_with_parent(parent)
     faulthandler.enable()
     os.dup2(2, 1)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashqla.cli import bench, cases, compare, console, doctor, explain, report, show, verify, warmup
+from flashqla.cli import bench, cases, compare, console, doctor, explain, report, show, signals, verify, warmup
 from flashqla.errors import EnvironmentProblem, FlashqlaError, RecordError
 
 EXIT_CODES = """\b
@@ -145,9 +145,9 @@ def _open_streams() -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """The command, from its streams to its exit code."""
     _open_streams()
     try:
         app()
-    finally:  # what is left is for Python to take down, and Ctrl-C would only spoil the exit code
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    finally:  # what is left is for Python to take down, and a signal would only spoil the exit code
+        signals.handle(signal.SIG_IGN)

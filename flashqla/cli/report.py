@@ -1,5 +1,6 @@
 """`flashqla report`: runs as a page to look at."""
 
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flashqla.cli import console, options
+from flashqla.cli import console, options, signals
 from flashqla.errors import ArgumentError
 
 EXAMPLES = """\b
@@ -57,12 +58,13 @@ def report(
     render = {"html": pages.html, "markdown": pages.summary, "text": pages.text, "junit": pages.junit}[form.value]
     page = render(content)
     written = []
-    if target:
-        write(target, page)
-        written.append(target)
-    for number, run in enumerate(content, start=1):
-        if plots:
-            written += drawing.write(run, plots, f"{number}-" if len(content) > 1 else "")
+    with signals.handled(signal.default_int_handler):  # which lets what is half written be removed
+        if target:
+            write(target, page)
+            written.append(target)
+        for number, run in enumerate(content, start=1):
+            if plots:
+                written += drawing.write(run, plots, f"{number}-" if len(content) > 1 else "")
     console.result("\n".join(map(str, written)) if target else page)
 
 

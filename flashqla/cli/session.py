@@ -3,8 +3,7 @@
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import typer
 
 from flashqla import device, records
-from flashqla.cli import console
+from flashqla.cli import console, signals
 from flashqla.errors import ArgumentError, EnvironmentProblem
 from flashqla.records import Kind, Record, Run, Writer, destination, judged, now, to_json, went_wrong, write
 
@@ -94,34 +93,34 @@ def run(
     stopped = False
     if note:
         console.note(note)
-    with _signals({signal.SIGTERM: signal.default_int_handler}):
+    with signals.handled(signals.Interrupt()):
         try:
-            with console.progress(total, quiet=quiet) as progress, console.results_only():
+            try:
+                with console.progress(total, quiet=quiet) as progress, console.results_only():
 
-                def sink(record: Record) -> None:
-                    writer.append(record)
-                    progress.step(f"{record.case_id} {record.backend}")
+                    def sink(record: Record) -> None:
+                        writer.append(record)
+                        progress.step(f"{record.case_id} {record.backend}")
 
-                try:
                     loop(sink, kept=kept, tell=progress.tell)
-                except KeyboardInterrupt:
-                    stopped = True
-            with _signals({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):  # it takes a moment
+            except KeyboardInterrupt:
+                stopped = True
+            with signals.handled(signal.SIG_IGN):  # it takes a moment
                 finished = writer.finish(interrupted=stopped, order=rows)
         except Exception:
             if writer.part:
                 console.hint(f"rows finished so far are in {writer.part}; go on with: {_command(writer.part)}")
             raise
-    table = render(finished)
-    try:
-        if out:
-            write(out, table)
-    finally:
-        console.result(to_json(finished) if json == "-" else table)
-    if stopped:
-        count = sum(record.status != "interrupted" for record in finished.records)
-        then = f"go on with: {_command(path)}" if path else "--json PATH would let a later run go on with them"
-        console.hint(f"interrupted: {count} of {len(rows)} rows are kept; {then}")
+        table = render(finished)
+        try:
+            if out:
+                write(out, table)
+        finally:
+            console.result(to_json(finished) if json == "-" else table)
+        if stopped:
+            count = sum(record.status != "interrupted" for record in finished.records)
+            then = f"go on with: {_command(path)}" if path else "--json PATH would let a later run go on with them"
+            console.hint(f"interrupted: {count} of {len(rows)} rows are kept; {then}")
     raise typer.Exit(exit_code(finished, strict=strict))
 
 
@@ -135,17 +134,6 @@ def _command(path: Path) -> str:
         elif not argument.startswith("--resume="):
             words.append(argument)
     return shlex.join(["flashqla", *words, "--resume", str(path)])
-
-
-@contextmanager
-def _signals(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
-    """Handle signals in another way for a while."""
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def exit_code(run: Run, *, strict: bool = False) -> int:

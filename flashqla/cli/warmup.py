@@ -2,20 +2,18 @@
 
 import logging
 import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Literal
 
 import typer
 
 from flashqla import device
 from flashqla.cases import suite
-from flashqla.cli import console, options
+from flashqla.cli import console, options, signals
 from flashqla.errors import EnvironmentProblem
 
 EXAMPLES = """\b
@@ -96,22 +94,13 @@ def warmup(
         console.result(f"{variable:<20}{folder}")
 
 
-@contextmanager
-def _leaving_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process: threads that compile cannot be told to stop, and Python would wait for all of them.
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End the process: threads that compile cannot be told to stop, and Python would wait for all of them.
 
     Kernels reach the cache as a whole or not at all, so those that are there stay good.
     """
-
-    def leave(number: int, frame: object) -> None:
-        console.hint("interrupted: kernels compiled so far are kept; the same command goes on with the others")
-        os._exit(130)
-
-    before = signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    console.hint("interrupted: kernels compiled so far are kept; the same command goes on with the others")
+    os._exit(130)
 
 
 def _our_kernels(dtypes: tuple[DType, ...], directions: list[OneWay], progress: console.Progress) -> None:
@@ -127,6 +116,6 @@ def _our_kernels(dtypes: tuple[DType, ...], directions: list[OneWay], progress: 
     for number, dtype in enumerate(dtypes, start=1):
         begin = time.perf_counter()
         progress.tell(f"compiling our kernels for {dtype}" + f" ({number} of {len(dtypes)})" * (len(dtypes) > 1), True)
-        with _leaving_at_once():
+        with signals.handled(_leave):
             launch.compile_all((dtype.value,), directions)
         progress.tell(f"compiled our kernels for {dtype} in {time.perf_counter() - begin:.0f} s", False)

@@ -93,7 +93,7 @@ FAKES = {
 
 def main() -> None:
     """The command line, with these backends beside the usual ones."""
-    from flashqla.cli.app import main as command
+    from flashqla.cli import main as command
 
     usual = backends.create
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -636,7 +637,7 @@ from pathlib import Path
 
 def compile_all(*given):
     threading.Thread(target=time.sleep, args=(60,)).start()
-    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.NUMBER)
     time.sleep(60)
 
 kernels = types.ModuleType("flashqla.ops.kernels")
@@ -650,8 +651,10 @@ main()
 """
 
 
-def test_ctrl_c_ends_warmup_without_waiting_for_kernels() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED_WARMUP], capture_output=True, text=True, timeout=50)
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_warmup_without_waiting_for_kernels(number: str) -> None:
+    code = INTERRUPTED_WARMUP.replace("NUMBER", number)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.returncode == 130, done.stderr
     assert done.stderr.endswith(
         "hint: interrupted: kernels compiled so far are kept; the same command goes on with the others\n"
@@ -680,6 +683,42 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(layers: Layers) -> None:
     assert result.exit_code == 130
     assert "hint: interrupted: 3 of 12 rows are kept" in result.stderr
     assert after is of_others
+
+
+def test_a_second_signal_at_once_is_the_first_one(
+    layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`timeout` sends two, and the second may come when the file is written and the table is not."""
+
+    def slow(run: Run) -> str:
+        signal.raise_signal(signal.SIGTERM)
+        return verify_text(run)
+
+    def of_others(number: int, frame: object) -> None:
+        pytest.fail("the handler of before was called")
+
+    before = signal.signal(signal.SIGTERM, of_others)
+    monkeypatch.setattr("flashqla.tables.verify_text", slow)
+    layers.before = lambda count: signal.raise_signal(signal.SIGTERM) if count == 3 else None
+    path = tmp_path / "run.json"
+    result = invoke("verify", "--suite", "smoke", "--json", str(path))
+    signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 130
+    assert result.stdout == verify_text(read(path))
+    assert "hint: interrupted: 3 of 12 rows are kept" in result.stderr
+
+
+def test_who_insists_is_heard(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of --in-process runs code of others, in which an exception may be lost."""
+    monkeypatch.setattr("flashqla.cli.signals.SAME_S", 0.0)
+
+    def lose_one(count: int) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    layers.before = lose_one
+    assert invoke("verify", "--suite", "smoke").exit_code == 130
 
 
 def test_ctrl_c_does_not_keep_the_file_from_being_written(

@@ -322,6 +322,52 @@ def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
     assert not part.exists()
 
 
+SIGNALLED_IMPORT = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.{number})
+except KeyboardInterrupt:  # as in an import below C++, which may lose it
+    pass
+raise ImportError("the signal was lost")
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("package", ["typer", "torch"])  # the first that the command imports, and the slowest
+def test_a_signal_during_an_import_ends_the_command_at_once(tmp_path: Path, number: str, package: str) -> None:
+    (tmp_path / f"{package}.py").write_text(SIGNALLED_IMPORT.format(number=number))  # found there before any other
+    done = flashqla("verify", "--device", "cpu", "--json", "run.json", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert not list(tmp_path.glob("run.json*"))
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 3), ("SIGTERM", 130)])
+def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path, number: str, code: int) -> None:
+    """As Ctrl-C is in a job that a script starts with &: `timeout` has to send SIGTERM, as it does by default."""
+    (tmp_path / "torch.py").write_text(SIGNALLED_IMPORT.format(number=number))
+    shell = f"trap '' INT; exec {sys.executable} -m flashqla verify --device cpu"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert ("the signal was lost" in done.stderr) == (code == 3)
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_when_all_is_done_does_not_change_the_exit_code(tmp_path: Path, number: str) -> None:
+    late = f"import atexit, runpy, signal; atexit.register(signal.raise_signal, signal.{number})"
+    code = f"{late}; runpy.run_module('flashqla', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_importing_the_package_leaves_signals_alone() -> None:
+    code = (
+        "import signal; numbers = (signal.SIGINT, signal.SIGTERM); before = [*map(signal.getsignal, numbers)]\n"
+        "import flashqla, flashqla.cli.app\n"
+        "assert [*map(signal.getsignal, numbers)] == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
 def test_a_closed_descriptor_is_no_ones(tmp_path: Path, closed: str) -> None:
     """Where stderr is closed, what it would have got must not end up in the file that is opened next."""

@@ -123,6 +123,38 @@ def test_what_it_prints_reaches_stderr(make: Make, capfd: pytest.CaptureFixture[
     assert capfd.readouterr() == ("", "compiling\n" * 2)
 
 
+def test_ctrl_c_does_not_reach_a_process_that_is_starting() -> None:
+    """The first process of its parent: with it starts a tracker, around which CPython unblocks what we blocked."""
+    code = f"""
+import os, signal, sys
+from multiprocessing import util
+sys.path.insert(0, {str(SUPPORT)!r})
+import worker_tasks
+from flashqla.worker import Worker
+
+def spawn(*arguments, usual=util.spawnv_passfds):
+    pid = usual(*arguments)
+    os.kill(pid, signal.SIGINT)  # the terminal sends it to the whole group
+    return pid
+
+util.spawnv_passfds = spawn
+worker = Worker(worker_tasks.start, {NAMES!r}, 60.0)
+print(worker.ask(("echo", 1))[0])
+worker.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_sigterm_is_held_back_only_until_it_has_started(make: Make) -> None:
+    worker = make()
+    _, pid = worker.ask(("echo", 0))
+    os.kill(pid, signal.SIGTERM)
+    with pytest.raises(Lost, match=None) as caught:
+        worker.ask(("echo", 1))
+    assert caught.value.reason == "the process died: SIGTERM"
+
+
 @pytest.mark.parametrize("verb", ["breed", "share"])
 def test_killing_takes_its_compilers_along(make: Make, tmp_path: Path, verb: str) -> None:
     path = tmp_path / "pids"

@@ -1,0 +1,55 @@
+"""What Ctrl-C and SIGTERM do to the command: both end it with 130, and take no finished row along."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+SAME_S = 1.0  # signals within it are one: `timeout` sends two, and fingers on Ctrl-C are not sure
+
+Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
+
+
+def handle(handler: Handler) -> dict[signal.Signals, Any]:
+    """Handle both in this way, and return how they were handled before.
+
+    What the caller ignores stays ignored, as Ctrl-C does in a job that a script has started with &.
+    """
+    handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in handled}
+
+
+@contextmanager
+def handled(handler: Handler) -> Iterator[None]:
+    """Handle both in another way for a while."""
+    before = handle(handler)
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """End the process at once: for when it has nothing to lose.
+
+    An exception, which is Python's way, comes up wherever the code happens to be. While torch is imported that may be
+    below C++, which aborts or swallows it.
+    """
+    os._exit(130)
+
+
+class Interrupt:
+    """Raise KeyboardInterrupt, once: a second one would come up in the code that keeps what there is."""
+
+    def __init__(self) -> None:
+        self._last_s = -SAME_S
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        before_s, self._last_s = self._last_s, time.monotonic()
+        if self._last_s - before_s > SAME_S:
+            raise KeyboardInterrupt
