@@ -137,9 +137,9 @@ def _rows(run: "Run") -> str:
 
 def _baseline(path: Path, new: "Run", allowed: bool) -> "Run":
     """The old run; where there is none and that is allowed, a run without rows."""
-    from flashqla.records import read
+    from flashqla.records import read, target
 
-    if path.exists():
+    if target(path).exists():
         return read(path)
     if not allowed:
         raise NothingToDo(
@@ -169,9 +169,9 @@ def calibrate(
     slow-down of 10% would pass get a warning, also in the file.
     """
     from flashqla import compare as comparing
-    from flashqla.records import read
+    from flashqla.records import read, target
 
-    if len({path.resolve() for path in runs}) < len(runs):
+    if len({target(path) for path in runs}) < len(runs):
         raise ArgumentError(
             "a run is given twice",
             given=" ".join(map(str, runs)),

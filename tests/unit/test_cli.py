@@ -736,6 +736,37 @@ def test_bench_fails_before_it_measures(layers: Layers, arguments: list[str], co
     assert "cases" not in layers.asked
 
 
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_a_folder_cannot_be_resumed(layers: Layers, name: str) -> None:
+    result = invoke("verify", "--suite", "smoke", "--resume", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: a folder is no result file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["verify", "--json", "LOOP"],
+        ["verify", "--out", "LOOP"],
+        ["verify", "--resume", "LOOP"],
+        ["verify", "--json", "run.json", "--out", "LOOP"],
+        ["report", "run.json", "--format", "text", "--out", "LOOP"],
+        ["calibrate", "run.json", "LOOP"],
+        ["compare", "LOOP", "run.json", "--allow-missing-baseline"],
+    ],
+    ids=" ".join,
+)
+def test_links_in_a_circle_are_wrong_usage(
+    layers: Layers, make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.json").write_text(to_json(make_run()))
+    Path("LOOP").symlink_to("LOOP")
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: links lead in a circle\n  given      LOOP\n" in result.stderr
+
+
 def test_asking_for_cuda_without_it_is_an_environment_error(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_torch(monkeypatch, cuda=False)
     result = invoke("verify", "--device", "cuda")
