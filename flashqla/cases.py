@@ -158,10 +158,7 @@ def read_cases(path: Path) -> tuple[Case, ...]:
 
     The name of a table is the note of its case, unless that has one. Raises ArgumentError.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ArgumentError("the cases file cannot be read", given=f"{path}: {error}") from error
+    tables = read_toml(path, "cases")
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise ArgumentError("a cases file holds tables alone", given=f"{path}: {name}", supported=_EXAMPLE)
@@ -188,6 +185,21 @@ def read_cases(path: Path) -> tuple[Case, ...]:
         names[case.id] = name
         cases.append(case)
     return tuple(cases)
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """Content of a TOML file of cases or thresholds, none of which is so deep or so long that it cannot be shown.
+
+    Raises ArgumentError.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        repr(content)
+    except RecursionError as error:
+        raise ArgumentError(f"the {what} file cannot be read", given=f"{path}: nested too deep") from error
+    except (OSError, ValueError) as error:  # no UTF-8, no TOML, or a number of more digits than Python converts
+        raise ArgumentError(f"the {what} file cannot be read", given=f"{path}: {error}") from error
+    return content
 
 
 _KINDS: dict[Any, str] = {int: "an integer", bool: "true or false", str: "a string"}

@@ -226,6 +226,27 @@ def test_cases_of_a_file_are_listed_and_filtered(own: str) -> None:
     assert len(both) == 2 + len(suite("smoke"))
 
 
+@pytest.mark.parametrize("command", [["cases", "--cases"], ["compare", "a", "b", "--thresholds"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x=" + "[" * 20_000, "nested too deep"),
+        ("default" + ".a" * 20_000 + "=1", "nested too deep"),
+        ("default=" + "9" * 5_000, "Exceeds the limit"),
+        ("default=0x" + "f" * 5_000, "Exceeds the limit"),
+    ],
+    ids=["arrays", "tables", "digits", "hex"],
+)
+def test_a_file_that_no_table_of_python_holds_is_wrong_usage(
+    command: list[str], text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text(text)
+    result = invoke(*command, str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"file cannot be read\n  given      {path}: {message}" in result.stderr
+
+
 @pytest.mark.parametrize("command", [["verify"], ["bench", "fwd"]], ids=" ".join)
 def test_cases_of_a_file_are_run_alone(command: list[str], layers: Layers, own: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
