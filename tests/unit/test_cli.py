@@ -142,6 +142,12 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         (["verify", "--bogus"], 2, "--bogus"),
         (["bench", "fwd", "--repeats", "0"], 2, "--repeats"),
         (["verify", "--repeats", "1"], 2, "--repeats"),
+        *(
+            (["bench", "fwd", flag, seconds], 2, f"error: {flag} takes seconds\n  given      {flag} {seconds}\n")
+            for flag in ("--budget", "--timeout")
+            for seconds in ("inf", "nan")
+        ),
+        (["bench", "fwd", "--budget", "0"], 2, "error: --budget takes seconds"),
         (["bench", "fwd", "--l2", "hot"], 2, "hot"),
         (["bench", "fwd", "--heads", "2"], 2, "error: --heads takes two numbers"),
         (["cases", "--suite", "no"], 2, "error: unknown suite"),
