@@ -536,7 +536,11 @@ def _content(path: Path, text: bytes) -> dict[str, Any]:
         pass
     if not text.strip():
         raise ValueError("the file is empty")
-    header, *rest = text.splitlines()
+    first, *rest = text.splitlines()
+    try:
+        header = _load(first)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError("it is cut off, or no JSON") from None
     records = []
     for number, line in enumerate(rest, start=2):
         try:
@@ -544,7 +548,7 @@ def _content(path: Path, text: bytes) -> dict[str, Any]:
         except (json.JSONDecodeError, UnicodeDecodeError):
             if number <= len(rest):  # the last is cut off by a crash
                 log.warning("%s: line %d is damaged, and its row is left out", path, number)
-    return {**_load(header), "interrupted": True, "records": records}
+    return {**header, "interrupted": True, "records": records}
 
 
 def _load(text: bytes) -> Any:
