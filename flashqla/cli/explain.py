@@ -47,7 +47,8 @@ def explain(
     ((hk, hv),) = options.parse_heads([heads])
     tokens = options.parse_numbers(lengths)
     if not tokens:
-        raise ArgumentError("--lengths takes numbers", given=f"--lengths {lengths}", supported="--lengths 4096,28672")
+        supported = f"--lengths 4096,28672, {options.LONGEST}"
+        raise ArgumentError("--lengths takes numbers", given=f"--lengths {lengths}", supported=supported)
     if hv * sum(tokens) > MAX_ROWS:
         raise ArgumentError("no tensor is that large", given=f"{hv} value heads, {sum(tokens)} tokens")
     case = Case(hk, hv, tokens, dtype=dtype.value)

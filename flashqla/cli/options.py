@@ -102,9 +102,13 @@ def parse_heads(texts: list[str]) -> list[tuple[int, int]]:
     for text in texts:
         numbers = parse_numbers(text)
         if len(numbers) != 2:
-            raise ArgumentError("--heads takes two numbers", given=f"--heads {text}", supported="--heads 2,8")
+            supported = f"--heads 2,8, {LONGEST}"
+            raise ArgumentError("--heads takes two numbers", given=f"--heads {text}", supported=supported)
         pairs.append((numbers[0], numbers[1]))
     return pairs
+
+
+LONGEST = "each of at most 9 digits"
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
