@@ -603,6 +603,7 @@ def test_warmup_without_a_gpu_says_what_works(layers: Layers) -> None:
     result = invoke("warmup")
     assert result.exit_code == 3
     assert "do         flashqla warmup --target sm_90a compiles for one" in result.stderr
+    assert invoke("warmup", "--heads", "foo").exit_code == 2
 
 
 @pytest.mark.parametrize("direction", [[], ["fwd"], ["bwd"], ["fwd+bwd"]], ids="".join)
