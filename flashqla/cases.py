@@ -21,6 +21,8 @@ Beta = Literal["sigmoid", "one"]
 DType = Literal["bfloat16", "float16", "float32"]
 
 CHUNK = 64  # tokens; the length around which every edge case turns
+HEAD_DIM = 128
+MAX_ROWS = 2**48  # of heads and tokens, or of heads and states; PyTorch counts the bytes of a tensor in 63 bits
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class Case:
             if not sound:
                 value = (self.hk, self.hv) if given == "heads" else getattr(self, given)
                 raise ArgumentError(message, given=f"{given} {value}", supported=supported)
+        if self.hv * max(self.tokens + self.tail, HEAD_DIM * len(self.lengths)) > MAX_ROWS:
+            given = f"{self.hv} value heads, {self.tokens + self.tail} tokens, {len(self.lengths)} sequences"
+            supported = f"value heads * tokens <= 2**48, value heads * sequences <= 2**48 / {HEAD_DIM}"
+            raise ArgumentError("no tensor is that large", given=given, supported=supported)
 
     @property
     def tokens(self) -> int:
