@@ -80,6 +80,7 @@ TimeoutOption = Annotated[
 ]
 InProcessOption = Annotated[bool, typer.Option("--in-process", help="No worker process and no timeout: for debugging.")]
 TIMEOUT_S = 600.0
+MOST_REPEATS = 100_000  # of which a row takes hours
 BudgetOption = Annotated[
     float,
     typer.Option(

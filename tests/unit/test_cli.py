@@ -142,6 +142,8 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         (["verify", "--bogus"], 2, "--bogus"),
         (["bench", "fwd", "--repeats", "0"], 2, "--repeats"),
         (["verify", "--repeats", "1"], 2, "--repeats"),
+        (["verify", "--repeats", "9" * 20], 2, "less than or equal to 100000"),
+        (["bench", "fwd", "--repeats", "100001"], 2, "less than or equal to 100000"),
         *(
             (["bench", "fwd", flag, seconds], 2, f"error: {flag} takes seconds\n  given      {flag} {seconds}\n")
             for flag, seconds in (("--budget", "inf"), ("--budget", "nan"), ("--timeout", "inf"))
