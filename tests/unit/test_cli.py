@@ -142,8 +142,8 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         (["verify", "--bogus"], 2, "--bogus"),
         (["bench", "fwd", "--repeats", "0"], 2, "--repeats"),
         (["verify", "--repeats", "1"], 2, "--repeats"),
-        (["verify", "--repeats", "9" * 20], 2, "less than or equal to 100000"),
-        (["bench", "fwd", "--repeats", "100001"], 2, "less than or equal to 100000"),
+        (["verify", "--repeats", "9" * 20], 2, "100000"),
+        (["bench", "fwd", "--repeats", "100001"], 2, "100000"),
         *(
             (["bench", "fwd", flag, seconds], 2, f"error: {flag} takes seconds\n  given      {flag} {seconds}\n")
             for flag, seconds in (("--budget", "inf"), ("--budget", "nan"), ("--timeout", "inf"))
@@ -152,6 +152,7 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         (["bench", "fwd", "--l2", "hot"], 2, "hot"),
         (["bench", "fwd", "--heads", "2"], 2, "error: --heads takes two numbers"),
         (["cases", "--suite", "no"], 2, "error: unknown suite"),
+        (["cases", "--suite", ""], 2, "  given      ''\n"),
         (["cases", "-k", "no such case"], 4, "error: no case is left"),
         (["cases", "--heads", "²,8"], 2, "error: --heads takes two numbers"),
         (["explain", "--lengths", "a"], 2, "error: --lengths takes numbers"),
