@@ -57,8 +57,6 @@ def read(path: Path) -> Captured:
     content = {**SETTINGS, **_content(path)}
     try:
         problem = _judge(content)
-        if problem.q.dtype == torch.float64:
-            raise ArgumentError("captured calls in float64 are not supported", supported="bfloat16, float16, float32")
         tensors = {name: content[name] for name in TENSORS if content.get(name) is not None}
         if "cu_seqlens" in tensors:
             tensors["cu_seqlens"] = tensors["cu_seqlens"].int()
@@ -184,10 +182,10 @@ def _setting(text: str) -> Any:
 
 
 def _judge(arguments: Mapping[str, Any]) -> checks.Problem:
-    """The call as the op sees it. Raises ArgumentError."""
+    """The call as the op sees it. Raises ArgumentError, also for one that the op serves and a case cannot be."""
     tensors: dict[str, Any] = {name: arguments.get(name) for name in TENSORS}
     checks.kinds(arguments["scale"], False, **tensors)
-    return checks.problem(
+    problem = checks.problem(
         **tensors,
         scale=arguments["scale"],
         output_final_state=arguments["output_final_state"],
@@ -197,6 +195,9 @@ def _judge(arguments: Mapping[str, Any]) -> checks.Problem:
         cu_seqlens_cpu=None,
         read="fresh",
     )
+    if problem.q.dtype == torch.float64:
+        raise ArgumentError("captured calls in float64 are not supported", supported="bfloat16, float16, float32")
+    return problem
 
 
 def _case(path: Path, problem: checks.Problem, content: str) -> Case:
@@ -252,8 +253,8 @@ def capture(path: str | Path, calls: int = 1) -> Iterator[list[Path]]:
 
     Gives the list of files, which grows as they are written. Calls give what they would give without it. They are
     passed through and not kept under torch.compile, while a CUDA graph is captured, in a transform or with tensors that
-    are not plain ones (fake, meta, subclasses), and with arguments that a file cannot hold; a warning at the end says
-    so. It counts for all threads, and may be nested.
+    are not plain ones (fake, meta, subclasses), in float64, and with arguments that a file cannot hold; a warning at
+    the end says so. It counts for all threads, and may be nested.
 
     Raises ArgumentError, EnvironmentProblem or RecordError before anything runs when files cannot be written there.
     """

@@ -21,6 +21,8 @@ Beta = Literal["sigmoid", "one"]
 DType = Literal["bfloat16", "float16", "float32"]
 
 CHUNK = 64  # tokens; the length around which every edge case turns
+HEAD_DIM = 128
+MAX_ROWS = 2**48  # of heads and tokens, or of heads and states; PyTorch counts the bytes of a tensor in 63 bits
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class Case:
             if not sound:
                 value = (self.hk, self.hv) if given == "heads" else getattr(self, given)
                 raise ArgumentError(message, given=f"{given} {value}", supported=supported)
+        if self.hv * max(self.tokens + self.tail, HEAD_DIM * len(self.lengths)) > MAX_ROWS:
+            given = f"{self.hv} value heads, {self.tokens + self.tail} tokens, {len(self.lengths)} sequences"
+            supported = f"value heads * tokens <= 2**48, value heads * sequences <= 2**48 / {HEAD_DIM}"
+            raise ArgumentError("no tensor is that large", given=given, supported=supported)
 
     @property
     def tokens(self) -> int:
@@ -158,10 +164,7 @@ def read_cases(path: Path) -> tuple[Case, ...]:
 
     The name of a table is the note of its case, unless that has one. Raises ArgumentError.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ArgumentError("the cases file cannot be read", given=f"{path}: {error}") from error
+    tables = read_toml(path, "cases")
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise ArgumentError("a cases file holds tables alone", given=f"{path}: {name}", supported=_EXAMPLE)
@@ -190,6 +193,21 @@ def read_cases(path: Path) -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """Content of a TOML file of cases or thresholds, none of which is so deep or so long that it cannot be shown.
+
+    Raises ArgumentError.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        repr(content)
+    except RecursionError as error:
+        raise ArgumentError(f"the {what} file cannot be read", given=f"{path}: nested too deep") from error
+    except (OSError, ValueError) as error:  # no UTF-8, no TOML, or a number of more digits than Python converts
+        raise ArgumentError(f"the {what} file cannot be read", given=f"{path}: {error}") from error
+    return content
+
+
 _KINDS: dict[Any, str] = {int: "an integer", bool: "true or false", str: "a string"}
 _EXAMPLE = "[name] with hk = 2, hv = 8, lengths = [1000, 24], or [defaults] for all cases"
 
@@ -212,7 +230,7 @@ def _judge_fields(table: dict[str, Any], where: str) -> None:
 def suite(name: str) -> tuple[Case, ...]:
     """The cases of a built-in suite (see `SUITES`). Raises ArgumentError for an unknown name."""
     if name not in SUITES:
-        raise ArgumentError("unknown suite", given=name, supported=", ".join(SUITES))
+        raise ArgumentError("unknown suite", given=name or "''", supported=", ".join(SUITES))
     return SUITES[name]()
 
 

@@ -14,7 +14,6 @@ its interval over rows; one row alone by four times that threshold, twice the ti
 import math
 import statistics
 import sys
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -22,6 +21,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from flashqla.cases import read_toml
 from flashqla.device import OURS
 from flashqla.errors import ArgumentError, NothingToDo, UnsupportedError
 from flashqla.records import Record, Run, Timing, judged, went_wrong
@@ -377,16 +377,13 @@ def threshold(value: object) -> float:
         found = math.nan
     # A bare 5 is refused, because it is more likely to mean 5% than 500%.
     if not (0 < found < 1 or (number.endswith("%") and 1 <= found < math.inf)):
-        raise ArgumentError("not a threshold", given=str(value), supported="5%, 0.05, or any other share above 0")
+        raise ArgumentError("not a threshold", given=number or "''", supported="5%, 0.05, or any other share above 0")
     return found
 
 
 def read_thresholds(path: Path) -> Thresholds:
     """Thresholds from a TOML file: `default`, `calls`, and a table `cases` of ids or patterns. Raises ArgumentError."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ArgumentError("the thresholds file cannot be read", given=f"{path}: {error}") from error
+    content = read_toml(path, "thresholds")
     cases = content.get("cases", {})
     unknown = [name for name in content if name not in ("default", "calls", "cases")]
     if unknown or not isinstance(cases, dict):

@@ -4,6 +4,7 @@ Units are in field names or stated beside them. Unknown is null, never 0 and nev
 version below; optional fields may be added within it.
 """
 
+import errno
 import json
 import logging
 import math
@@ -244,8 +245,10 @@ def gather(path: Path) -> tuple[Run, dict[Path, str]]:
 
 
 def whole(path: Path) -> Path:
-    """The file of a run, by that or by one of its part files."""
-    path = path.resolve() if path.is_symlink() else path
+    """The file of a run, by that or by one of its part files. Raises RecordError for what is no name of a file."""
+    path = target(path) if os.path.islink(path) else path
+    if not path.name:
+        raise RecordError("a folder is no result file", given=str(path), do="name a file")
     return path.with_name(re.sub(rf"{_PART}$", "", path.name))
 
 
@@ -272,10 +275,20 @@ def _identity(run: Run) -> dict[str, Any]:
     return facts
 
 
+def target(path: Path) -> Path:
+    """Where a path leads, through all links. Raises RecordError for links that lead in a circle."""
+    try:
+        path.stat()
+    except OSError as error:  # any other, such as that there is no file yet, is no problem here
+        if error.errno == errno.ELOOP:
+            raise RecordError("links lead in a circle", given=str(path), do="name another file") from error
+    return path.resolve()
+
+
 def destination(path: Path) -> Path:
     """Where to write what shall be at `path`: there, or where it links to. Raises RecordError where no file can be."""
     with _writing(path):
-        path = path.resolve() if path.is_symlink() else path
+        path = target(path) if path.is_symlink() else path
         if path.is_dir():
             problem = "it is a folder"
         elif path.exists() and not path.is_file():
@@ -523,7 +536,11 @@ def _content(path: Path, text: bytes) -> dict[str, Any]:
         pass
     if not text.strip():
         raise ValueError("the file is empty")
-    header, *rest = text.splitlines()
+    first, *rest = text.splitlines()
+    try:
+        header = _load(first)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError("it is cut off, or no JSON") from None
     records = []
     for number, line in enumerate(rest, start=2):
         try:
@@ -531,7 +548,7 @@ def _content(path: Path, text: bytes) -> dict[str, Any]:
         except (json.JSONDecodeError, UnicodeDecodeError):
             if number <= len(rest):  # the last is cut off by a crash
                 log.warning("%s: line %d is damaged, and its row is left out", path, number)
-    return {**_load(header), "interrupted": True, "records": records}
+    return {**header, "interrupted": True, "records": records}
 
 
 def _load(text: bytes) -> Any:

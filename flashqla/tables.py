@@ -327,8 +327,8 @@ def _kernels(run: Run) -> list[str]:
 
 def columns(run: Run) -> list[str]:
     """Backends in the order in which they ran, ours first."""
-    names = list(dict.fromkeys(record.backend for record in run.records))
-    return sorted(names, key=lambda name: name not in judged(run)) or ["none"]
+    names, ours = dict.fromkeys(record.backend for record in run.records), judged(run)
+    return sorted(names, key=lambda name: name not in ours) or ["none"]
 
 
 def blocks(run: Run) -> list[tuple[str, list[dict[str, Record]]]]:

@@ -52,7 +52,14 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
         backend: options.BackendOption = None,
         device: options.DeviceOption = None,
         repeats: Annotated[
-            int, typer.Option("--repeats", min=1, metavar="N", help="Samples per row and backend, at most.")
+            int,
+            typer.Option(
+                "--repeats",
+                min=1,
+                max=options.MOST_REPEATS,
+                metavar="N",
+                help="Samples per row and backend, at most.",
+            ),
         ] = 12,
         budget: options.BudgetOption = options.BUDGET_S,
         l2: Annotated[options.L2, typer.Option("--l2", help="Cache before a sample; GPU only.")] = options.L2.cold,

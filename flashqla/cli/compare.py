@@ -111,7 +111,7 @@ def compare(
     if not allow_missing_baseline and not any(row.word in comparing.COMPARED for row in verdicts):
         raise NothingToDo(
             "no row was compared",
-            given=f"{old} has {_rows(before)}, {new} has {_rows(after)}",
+            given=f"{old} has {_rows(before, backend)}, {new} has {_rows(after, backend)}",
             do="compare runs of the same suite and backends, or pass --allow-missing-baseline",
         )
     tally = comparing.tally(verdicts)
@@ -129,17 +129,18 @@ def _open(row: "Verdict") -> bool:
     return row.word in ("unclear", "missing") and row.quantity != CALL_MS
 
 
-def _rows(run: "Run") -> str:
-    """How many rows a run has, and the first of them."""
+def _rows(run: "Run", backends: options.Texts) -> str:
+    """How many rows a run has, of the backends asked for, and the first of them."""
+    of = f" of {' or '.join(backends)}" if backends else ""
     first = "".join(f", the first is {record.case_id} {record.backend}" for record in run.records[:1])
-    return f"{len(run.records)} rows{first}"
+    return f"{len(run.records)} rows{of}{first}"
 
 
 def _baseline(path: Path, new: "Run", allowed: bool) -> "Run":
     """The old run; where there is none and that is allowed, a run without rows."""
-    from flashqla.records import read
+    from flashqla.records import read, target
 
-    if path.exists():
+    if target(path).exists():
         return read(path)
     if not allowed:
         raise NothingToDo(
@@ -169,9 +170,9 @@ def calibrate(
     slow-down of 10% would pass get a warning, also in the file.
     """
     from flashqla import compare as comparing
-    from flashqla.records import read
+    from flashqla.records import read, target
 
-    if len({path.resolve() for path in runs}) < len(runs):
+    if len({target(path) for path in runs}) < len(runs):
         raise ArgumentError(
             "a run is given twice",
             given=" ".join(map(str, runs)),

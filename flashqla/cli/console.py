@@ -1,6 +1,7 @@
 """The only printer. Results go to stdout; everything that is about them goes to stderr."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def result(text: str) -> None:
     """Print a result. A reader that has had enough, as `head` has, is no error."""
     try:
-        print(text.removesuffix("\n"), flush=True)
+        print(_shown(text.removesuffix("\n")), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
     except OSError as error:
@@ -25,17 +26,17 @@ def result(text: str) -> None:
 
 def note(text: str) -> None:
     """Tell something that the reader should know about the results."""
-    print(f"{_paint('note:', '33')} {text}", file=sys.stderr)
+    print(f"{_paint('note:', '33')} {_shown(text)}", file=sys.stderr)
 
 
 def hint(text: str) -> None:
     """Tell what to do next."""
-    print(f"{_paint('hint:', '36')} {text}", file=sys.stderr)
+    print(f"{_paint('hint:', '36')} {_shown(text)}", file=sys.stderr)
 
 
 def error(problem: FlashqlaError) -> None:
     """Print a known error, without a traceback."""
-    print(f"{_paint('error:', '31')} {problem}", file=sys.stderr)
+    print(f"{_paint('error:', '31')} {_shown(str(problem))}", file=sys.stderr)
 
 
 class Pace:
@@ -142,6 +143,11 @@ def plain(on: bool) -> bool:
 
 def _rich_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _shown(text: str) -> str:
+    """Without what controls a terminal, for texts come from files. Newline and tab stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def _paint(word: str, colour: str) -> str:

@@ -21,7 +21,6 @@ Examples:
   flashqla explain --heads 16,64 --lengths 4096,28672 --dtype float16
 """
 OF_KERNELS = ("v_tile", "kernels", "segment_chunks", "inverse_ctas")  # of a plan: PyTorch has none of it
-MAX_ROWS = 2**48  # of heads and tokens; PyTorch counts the bytes of a tensor in 63 bits
 
 
 class DType(StrEnum):
@@ -48,9 +47,8 @@ def explain(
     ((hk, hv),) = options.parse_heads([heads])
     tokens = options.parse_numbers(lengths)
     if not tokens:
-        raise ArgumentError("--lengths takes numbers", given=f"--lengths {lengths}", supported="--lengths 4096,28672")
-    if hv * sum(tokens) > MAX_ROWS:
-        raise ArgumentError("no tensor is that large", given=f"{hv} value heads, {sum(tokens)} tokens")
+        supported = f"--lengths 4096,28672, {options.LONGEST}"
+        raise ArgumentError("--lengths takes numbers", given=f"--lengths {lengths}", supported=supported)
     case = Case(hk, hv, tokens, dtype=dtype.value)
     where, note = session.choose_device(device)
     with console.results_only():

@@ -1,5 +1,6 @@
 """Options that several commands share, and what they mean: one flag, one meaning."""
 
+import math
 import re
 from collections.abc import Sequence
 from enum import StrEnum
@@ -21,6 +22,14 @@ class L2(StrEnum):
 class Device(StrEnum):
     cuda = "cuda"
     cpu = "cpu"
+
+
+def finite(context: typer.Context, option: typer.CallbackParam, seconds: float) -> float:
+    """A time that ends, and is not over at once. Raises ArgumentError."""
+    if not 0 < seconds < math.inf:
+        name = option.opts[0]
+        raise ArgumentError(f"{name} takes seconds", given=f"{name} {seconds}", supported="a finite number above 0")
+    return seconds
 
 
 Texts = list[str] | None
@@ -61,13 +70,22 @@ ResumeOption = Annotated[
 ]
 TimeoutOption = Annotated[
     float,
-    typer.Option("--timeout", min=0.1, metavar="SECONDS", help="For a case to run; as long for a backend to compile."),
+    typer.Option(
+        "--timeout",
+        min=0.1,
+        callback=finite,
+        metavar="SECONDS",
+        help="For a case to run; as long for a backend to compile.",
+    ),
 ]
 InProcessOption = Annotated[bool, typer.Option("--in-process", help="No worker process and no timeout: for debugging.")]
 TIMEOUT_S = 600.0
+MOST_REPEATS = 100_000  # of which a row takes hours
 BudgetOption = Annotated[
     float,
-    typer.Option("--budget", min=0.0, metavar="SECONDS", help="For the samples of a row, all backends together."),
+    typer.Option(
+        "--budget", callback=finite, metavar="SECONDS", help="For the samples of a row, all backends together."
+    ),
 ]
 BUDGET_S = 3.0
 RooflineOption = Annotated[
@@ -85,9 +103,13 @@ def parse_heads(texts: list[str]) -> list[tuple[int, int]]:
     for text in texts:
         numbers = parse_numbers(text)
         if len(numbers) != 2:
-            raise ArgumentError("--heads takes two numbers", given=f"--heads {text}", supported="--heads 2,8")
+            supported = f"--heads 2,8, {LONGEST}"
+            raise ArgumentError("--heads takes two numbers", given=f"--heads {text}", supported=supported)
         pairs.append((numbers[0], numbers[1]))
     return pairs
+
+
+LONGEST = "each of at most 9 digits"
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:

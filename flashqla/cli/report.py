@@ -43,9 +43,9 @@ def report(
     """
     from flashqla import plots as drawing
     from flashqla import report as pages
-    from flashqla.records import destination, read, write
+    from flashqla.records import destination, read, target, write
 
-    if out and out.resolve() in [path.resolve() for path in runs]:
+    if out and target(out) in map(target, runs):
         raise ArgumentError("--out would overwrite a run", given=f"--out {out}", do="name another file")
     if form is Format.html and out is None and _terminal():
         do = "name a file with --out report.html, or take --format text"
@@ -54,18 +54,18 @@ def report(
     if plots:
         drawing.need("matplotlib")
         drawing.make_folder(plots)
-    target = destination(out) if out else None
+    place = destination(out) if out else None
     render = {"html": pages.html, "markdown": pages.summary, "text": pages.text, "junit": pages.junit}[form.value]
     page = render(content)
     written = []
     with signals.handled(signal.default_int_handler):  # which lets what is half written be removed
-        if target:
-            write(target, page)
-            written.append(target)
+        if place:
+            write(place, page)
+            written.append(place)
         for number, run in enumerate(content, start=1):
             if plots:
                 written += drawing.write(run, plots, f"{number}-" if len(content) > 1 else "")
-    console.result("\n".join(map(str, written)) if target else page)
+    console.result("\n".join(map(str, written)) if place else page)
 
 
 def _terminal() -> bool:

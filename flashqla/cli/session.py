@@ -76,7 +76,7 @@ def run(
         json = str(records.whole(resume))
     path = Path(json) if json not in (None, "-") else None
     if out:
-        if str(out) == "-" or (path and path.resolve() == out.resolve()):
+        if str(out) == "-" or (path and records.target(path) == records.target(out)):
             raise ArgumentError("--out needs a file of its own", given=f"--out {out}", do="name another one")
         out = destination(out)
     header = Run(kind=kind, argv=sys.argv[1:], started=now(), environment=device.environment(), settings=settings)

@@ -36,7 +36,13 @@ def verify(
     device: options.DeviceOption = None,
     repeats: Annotated[
         int,
-        typer.Option("--repeats", min=2, metavar="N", help="Calls per row and backend that must give the same bits."),
+        typer.Option(
+            "--repeats",
+            min=2,
+            max=options.MOST_REPEATS,
+            metavar="N",
+            help="Calls per row and backend that must give the same bits.",
+        ),
     ] = 2,
     seed: options.SeedOption = 0,
     json: options.JsonOption = None,

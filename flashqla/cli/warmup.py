@@ -65,13 +65,13 @@ def warmup(
     """
     begin = time.perf_counter()
     dtypes = tuple(dict.fromkeys(dtype or [DType.bfloat16]))
+    directions: list[OneWay] = [one for one in SUITES if one in direction.split("+")]
+    cases = options.chosen_cases([SUITES[one] for one in directions], heads=heads)
     card = device.gpu()
     if target is None and (card is None or card.capability != device.HOPPER):
         found = card.name if card else "no GPU"
         do = "flashqla warmup --target sm_90a compiles for one"
         raise EnvironmentProblem("no Hopper GPU here", given=found, do=do)
-    directions: list[OneWay] = [one for one in SUITES if one in direction.split("+")]
-    cases = options.chosen_cases([SUITES[one] for one in directions], heads=heads)
     progress = console.Progress() if quiet else console.Lines()
     with console.results_only():
         _our_kernels(dtypes, directions, progress)

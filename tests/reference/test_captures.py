@@ -428,6 +428,14 @@ def test_captures_end_in_any_order_and_count_for_all_threads(arguments: Argument
     assert [len(kept) for kept in files] == [1, 1]
 
 
+def test_calls_in_float64_pass_and_are_named(tmp_path: Path) -> None:
+    arguments = {name: x.double() if isinstance(x, Tensor) else x for name, x in arguments_of(DENSE).items()}
+    warned = pytest.warns(UserWarning, match="kept 0 of 1 calls; passed through: captured calls in float64")
+    with warned, flashqla.capture(tmp_path / "call.pt") as files:
+        flashqla.chunk_gated_delta_rule(**arguments)
+    assert files == []
+
+
 def test_compiled_calls_pass_and_are_named(tmp_path: Path) -> None:
     arguments, layer = arguments_of(DENSE), Layer()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)

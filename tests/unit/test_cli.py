@@ -144,14 +144,23 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         (["verify", "--bogus"], 2, "--bogus"),
         (["bench", "fwd", "--repeats", "0"], 2, "--repeats"),
         (["verify", "--repeats", "1"], 2, "--repeats"),
+        (["verify", "--repeats", "9" * 20], 2, "100000"),
+        (["bench", "fwd", "--repeats", "100001"], 2, "100000"),
+        *(
+            (["bench", "fwd", flag, seconds], 2, f"error: {flag} takes seconds\n  given      {flag} {seconds}\n")
+            for flag, seconds in (("--budget", "inf"), ("--budget", "nan"), ("--timeout", "inf"))
+        ),
+        (["bench", "fwd", "--budget", "0"], 2, "error: --budget takes seconds"),
         (["bench", "fwd", "--l2", "hot"], 2, "hot"),
         (["bench", "fwd", "--heads", "2"], 2, "error: --heads takes two numbers"),
         (["cases", "--suite", "no"], 2, "error: unknown suite"),
+        (["cases", "--suite", ""], 2, "  given      ''\n"),
         (["cases", "-k", "no such case"], 4, "error: no case is left"),
         (["cases", "--heads", "²,8"], 2, "error: --heads takes two numbers"),
         (["explain", "--lengths", "a"], 2, "error: --lengths takes numbers"),
         (["explain", "--lengths", "²"], 2, "error: --lengths takes numbers"),
-        (["explain", "--lengths", "9" * 20], 2, "error: --lengths takes numbers"),
+        (["explain", "--lengths", "9" * 20], 2, "supported  --lengths 4096,28672, each of at most 9 digits"),
+        (["explain", "--heads", f"2,{'9' * 20}"], 2, "supported  --heads 2,8, each of at most 9 digits"),
         (["explain", "--lengths", "9" * 9, "--heads", f"2,{8 * 10**8}"], 2, "error: no tensor is that large"),
         (["explain", "--heads", "3,4"], 2, "error: head counts do not fit"),
     ],
@@ -226,6 +235,27 @@ def test_cases_of_a_file_are_listed_and_filtered(own: str) -> None:
     assert invoke("cases", "--cases", own, "--lens", "1x4096").stdout.splitlines() == [long]
     both = invoke("cases", "--cases", own, "--suite", "smoke").stdout.splitlines()
     assert len(both) == 2 + len(suite("smoke"))
+
+
+@pytest.mark.parametrize("command", [["cases", "--cases"], ["compare", "a", "b", "--thresholds"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x=" + "[" * 20_000, "nested too deep"),
+        ("default" + ".a" * 20_000 + "=1", "nested too deep"),
+        ("default=" + "9" * 5_000, "Exceeds the limit"),
+        ("default=0x" + "f" * 5_000, "Exceeds the limit"),
+    ],
+    ids=["arrays", "tables", "digits", "hex"],
+)
+def test_a_file_that_no_table_of_python_holds_is_wrong_usage(
+    command: list[str], text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text(text)
+    result = invoke(*command, str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"file cannot be read\n  given      {path}: {message}" in result.stderr
 
 
 @pytest.mark.parametrize("command", [["verify"], ["bench", "fwd"]], ids=" ".join)
@@ -594,6 +624,7 @@ def test_warmup_without_a_gpu_says_what_works(layers: Layers) -> None:
     result = invoke("warmup")
     assert result.exit_code == 3
     assert "do         flashqla warmup --target sm_90a compiles for one" in result.stderr
+    assert invoke("warmup", "--heads", "foo").exit_code == 2
 
 
 @pytest.mark.parametrize("direction", [[], ["fwd"], ["bwd"], ["fwd+bwd"]], ids="".join)
@@ -790,6 +821,37 @@ def test_bench_fails_before_it_measures(layers: Layers, arguments: list[str], co
     assert "note:" not in result.stderr
     assert result.stdout == ""
     assert "cases" not in layers.asked
+
+
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_a_folder_cannot_be_resumed(layers: Layers, name: str) -> None:
+    result = invoke("verify", "--suite", "smoke", "--resume", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: a folder is no result file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["verify", "--json", "LOOP"],
+        ["verify", "--out", "LOOP"],
+        ["verify", "--resume", "LOOP"],
+        ["verify", "--json", "run.json", "--out", "LOOP"],
+        ["report", "run.json", "--format", "text", "--out", "LOOP"],
+        ["calibrate", "run.json", "LOOP"],
+        ["compare", "LOOP", "run.json", "--allow-missing-baseline"],
+    ],
+    ids=" ".join,
+)
+def test_links_in_a_circle_are_wrong_usage(
+    layers: Layers, make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.json").write_text(to_json(make_run()))
+    Path("LOOP").symlink_to("LOOP")
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: links lead in a circle\n  given      LOOP\n" in result.stderr
 
 
 def test_asking_for_cuda_without_it_is_an_environment_error(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -182,7 +183,8 @@ def test_no_row_in_common_is_4(old: str, save: Save, row: Make) -> None:
     assert "no row was compared" in result.stderr
     assert f"old.json has 2 rows, the first is {A.id} flashqla, " in result.stderr
     assert invoke("compare", old, new, "--allow-missing-baseline").exit_code == 0
-    assert invoke("compare", old, old, "--backend", "nobody").exit_code == 4
+    result = invoke("compare", old, old, "--backend", "nobody")
+    assert (result.exit_code, f"given      {old} has 0 rows of nobody, " in result.stderr) == (4, True)
 
 
 @pytest.fixture
@@ -359,6 +361,37 @@ def test_show_as_csv(save: Save, row: Make, absent: Make) -> None:
     assert (second["status"], second["reason"], second["timing.gpu_ms"]) == ("missing", 'no "fla",\nsorry', "")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["show", "RUN"],
+        ["show", "RUN", "--format", "markdown"],
+        ["show", "RUN", "--format", "csv"],
+        ["compare", "RUN", "RUN", "--all"],
+        ["compare", "RUN", "RUN", "--all", "--format", "github"],
+        ["report", "RUN", "--format", "text"],
+        ["report", "RUN", "--format", "markdown"],
+        ["cases", "--cases", "CASES"],
+        ["cases", "--cases", "CASES", "-k", "\x1bnothing"],
+    ],
+    ids=" ".join,
+)
+def test_files_do_not_control_the_terminal(
+    command: list[str], save: Save, row: Make, absent: Make, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    controls = "\x1b[31m\a\x9b1m\x7f\r"
+    environment = replace(make_run().environment, gpu=f"a GPU{controls}")
+    run = save("run", row(A, 1.0), absent(B, f"fla{controls}", "failed", reason=controls), environment=environment)
+    cases = tmp_path / "cases.toml"
+    cases.write_text('[a]\nhk = 1\nhv = 1\nlengths = [1]\nnote = "\\u001b[31m\\u009b1m\\ttab"\n')
+    result = invoke(*({"RUN": run, "CASES": str(cases)}.get(word, word) for word in command))
+    shown = result.stdout + result.stderr
+    assert result.exit_code in (0, 4), result.stderr
+    assert not any(unicodedata.category(letter) == "Cc" for letter in shown.replace("\n", "").replace("\t", ""))
+    assert "\N{REPLACEMENT CHARACTER}" in shown
+    assert ("\ttab" in shown) == (command == ["cases", "--cases", "CASES"])
+
+
 def test_schema_is_the_one_of_the_records() -> None:
     content = json.loads(invoke("schema").stdout)
     assert content["properties"]["schema_version"]["const"] == 1
@@ -370,6 +403,7 @@ def test_schema_is_the_one_of_the_records() -> None:
 
 WITHOUT_TORCH = """
 import sys
+import unicodedata
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):

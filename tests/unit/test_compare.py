@@ -441,8 +441,9 @@ def test_a_threshold_is_a_share(given: object, share: float) -> None:
 
 @pytest.mark.parametrize("given", ["5", "0", "0%", "-1%", "five", "", "nan", "inf%", True, [1]])
 def test_what_is_no_threshold(given: object) -> None:
-    with pytest.raises(ArgumentError, match="not a threshold"):
+    with pytest.raises(ArgumentError, match="not a threshold") as caught:
         threshold(given)
+    assert caught.value.given == (str(given) or "''")
 
 
 def test_the_thresholds_file_decides_per_case(sweep: Callable[..., Run], tmp_path: Path) -> None:

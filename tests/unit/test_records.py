@@ -442,6 +442,17 @@ def test_a_damaged_line_costs_its_row_alone(
     ]
 
 
+def test_half_a_file_is_one_error(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.json"
+    text = to_json(make_run(timed(CASE, "flashqla", 0.5)))
+    path.write_text(text[: len(text) // 2])
+    with pytest.raises(RecordError, match=r"run\.json: it is cut off, or no JSON$"):
+        read(path)
+    assert not caplog.records
+
+
 def killed(path: Path, run: Run, *rows: Record) -> None:
     """A session that ends after some rows, leaving its part file."""
     writer = Writer(path, run)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flashqla import tables
 from flashqla.cases import Case
 from flashqla.errors import ArgumentError
 from flashqla.records import Record, Run, TensorErrors, read, to_json
@@ -255,6 +256,16 @@ def test_gradients_have_a_line_each(make_run: Callable[..., Run], verified: Make
         kind="verify-bwd",
     )
     assert verify_text(run).split("\n\n")[1] == GRADIENTS.rstrip("\n")
+
+
+def test_who_is_judged_is_asked_once(
+    make_run: Callable[..., Run], timed: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(tables, "judged", lambda run: asked.append(run) or ("flashqla",))
+    run = make_run(*(timed(A, name, 1.0) for name in ("fla", "flashqla", "flashinfer")))
+    assert tables.columns(run) == ["flashqla", "fla", "flashinfer"]
+    assert len(asked) == 1
 
 
 def test_columns_of_bench_are_refused_for_verify(make_run: Callable[..., Run], verified: Make) -> None:
