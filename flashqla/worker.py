@@ -9,10 +9,11 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -27,6 +28,7 @@ Start = Callable[["Watch"], Do]  # runs once in the process, fit for pickle
 GLANCE_S = 1.0  # how often the parent looks whether the process is still there
 START_S = 300.0  # at least for a process to start: importing torch from a cold disk takes a minute
 GOODBYE_S = 10.0  # for a process to end by itself; one whose GPU hangs may take longer
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NOBODY = -1
 
@@ -109,14 +111,9 @@ class Worker:
         arguments = (theirs, self._hand, self._names, self.start, os.getpid())
         self._process = context.Process(target=_main, args=arguments, name="flashqla worker")
         self._tell("starting a process", True)
-        # Ctrl-C on a terminal reaches every process of the group, and this one has not left it yet. Nor may the parent
-        # lose a process that it has half started. The tracker is there before: where it starts, signals are unblocked.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
+        resource_tracker.ensure_running()  # before, because where it is started CPython unblocks signals
+        with _undisturbed():
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._answer(starting=True)
 
@@ -164,6 +161,28 @@ class Worker:
     def _in_hand(self) -> str | None:
         index = self._hand.value
         return self._names[index] if index != NOBODY else None
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM, here and in a process that starts meanwhile: a half started one would complain.
+
+    Ctrl-C on a terminal reaches every process of the group, and a new one has not left it yet; it inherits what is
+    blocked. Here blocking is not enough: another thread gets the signal, and Python handles it in the main one.
+    """
+    held: list[int] = []
+    here = STOPPING if threading.current_thread() is threading.main_thread() else ()
+    numbers = [number for number in here if callable(signal.getsignal(number))]
+    before = {number: signal.signal(number, lambda got, frame: held.append(got)) for number in numbers}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for got in held:
+            signal.raise_signal(got)
 
 
 class _Clock:
@@ -214,7 +233,7 @@ def _main(connection: Connection, hand: Any, names: Sequence[str], start: Start,
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # what it starts would inherit that
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # what it starts would inherit that
     die_with_parent(parent)
     faulthandler.enable()
     os.dup2(2, 1)

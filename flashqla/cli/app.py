@@ -151,3 +151,6 @@ def main() -> None:
         app()
     finally:  # what is left is for Python to take down, and a signal would only spoil the exit code
         signals.handle(signal.SIG_IGN)
+        # CPython remembers that KeyboardInterrupt left code run from a string, as where a dataclass is made, until the
+        # next such code runs, and would end by SIGINT though it was caught.
+        exec("")

@@ -359,6 +359,14 @@ def test_a_signal_when_all_is_done_does_not_change_the_exit_code(tmp_path: Path,
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_an_interrupt_below_exec_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    """It comes up there when a dataclass is made; CPython remembers it, though it is caught further up."""
+    code = 'try:\n    exec("raise KeyboardInterrupt")\nexcept KeyboardInterrupt:\n    raise ImportError("it")\n'
+    (tmp_path / "torch.py").write_text(code)
+    done = flashqla("verify", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+
+
 def test_importing_the_package_leaves_signals_alone() -> None:
     code = (
         "import signal; numbers = (signal.SIGINT, signal.SIGTERM); before = [*map(signal.getsignal, numbers)]\n"

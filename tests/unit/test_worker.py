@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,34 @@ worker.close()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_ctrl_c_waits_until_a_process_has_started(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever thread gets it: torch has some, in which nothing is blocked."""
+    usual, pids, go = util.spawnv_passfds, [], threading.Event()
+
+    def interrupt() -> None:
+        go.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    def spawn(*arguments: Any) -> int:
+        pids.append(usual(*arguments))  # it has yet to be told what to do
+        go.set()
+        thread.join()
+        return pids[-1]
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    resource_tracker.ensure_running()
+    monkeypatch.setattr(util, "spawnv_passfds", spawn)
+    worker = make()
+    with pytest.raises(KeyboardInterrupt):
+        worker.ask(("echo", 0))
+    worker.kill()
+    assert gone(pids[0])
+    assert capfd.readouterr() == ("", "")
 
 
 def test_sigterm_is_held_back_only_until_it_has_started(make: Make) -> None:
