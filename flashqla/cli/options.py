@@ -80,6 +80,7 @@ TimeoutOption = Annotated[
 ]
 InProcessOption = Annotated[bool, typer.Option("--in-process", help="No worker process and no timeout: for debugging.")]
 TIMEOUT_S = 600.0
+LONGEST = "each of at most 9 digits"  # of numbers in a list, see parse_numbers
 MOST_REPEATS = 100_000  # of which a row takes hours
 BudgetOption = Annotated[
     float,
@@ -107,9 +108,6 @@ def parse_heads(texts: list[str]) -> list[tuple[int, int]]:
             raise ArgumentError("--heads takes two numbers", given=f"--heads {text}", supported=supported)
         pairs.append((numbers[0], numbers[1]))
     return pairs
-
-
-LONGEST = "each of at most 9 digits"
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:

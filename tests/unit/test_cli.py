@@ -703,19 +703,27 @@ def test_rows_that_were_interrupted_do_not_count_as_kept(layers: Layers, absent:
     assert "hint: interrupted: 2 of 12 rows are kept" in invoke("verify", "--suite", "smoke").stderr
 
 
-def test_sigterm_ends_a_run_as_ctrl_c_does(layers: Layers) -> None:
+@pytest.fixture
+def handler_of_before() -> Iterator[object]:
+    """What a program had SIGTERM do before it ran a command; it must not be called, and come back."""
+
     def of_others(number: int, frame: object) -> None:
         pytest.fail("the handler of before was called")
 
     before = signal.signal(signal.SIGTERM, of_others)
+    yield of_others
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(layers: Layers, handler_of_before: object) -> None:
     layers.before = lambda count: signal.raise_signal(signal.SIGTERM) if count == 3 else None
     result = invoke("verify", "--suite", "smoke")
-    after = signal.signal(signal.SIGTERM, before)
     assert result.exit_code == 130
     assert "hint: interrupted: 3 of 12 rows are kept" in result.stderr
-    assert after is of_others
+    assert signal.getsignal(signal.SIGTERM) is handler_of_before
 
 
+@pytest.mark.usefixtures("handler_of_before")
 def test_a_second_signal_at_once_is_the_first_one(
     layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -725,15 +733,10 @@ def test_a_second_signal_at_once_is_the_first_one(
         signal.raise_signal(signal.SIGTERM)
         return verify_text(run)
 
-    def of_others(number: int, frame: object) -> None:
-        pytest.fail("the handler of before was called")
-
-    before = signal.signal(signal.SIGTERM, of_others)
     monkeypatch.setattr("flashqla.tables.verify_text", slow)
     layers.before = lambda count: signal.raise_signal(signal.SIGTERM) if count == 3 else None
     path = tmp_path / "run.json"
     result = invoke("verify", "--suite", "smoke", "--json", str(path))
-    signal.signal(signal.SIGTERM, before)
     assert result.exit_code == 130
     assert result.stdout == verify_text(read(path))
     assert "hint: interrupted: 3 of 12 rows are kept" in result.stderr
