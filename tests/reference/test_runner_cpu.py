@@ -350,8 +350,8 @@ def test_compiling_ahead_takes_a_job_per_peer_and_head_count(monkeypatch: pytest
     assert list(here) == ["flashinfer"]
     assert len(here["flashinfer"]) == 90
     assert [text for text in told if text.startswith("loading")] == [f"loading {fake.name}" for fake in fakes]
-    assert "compiling flashinfer, 10 jobs left, 0 s" in told
-    assert told[-1].endswith("0 jobs left, 0 s")
+    assert "compiling flashinfer, 10 jobs left" in told
+    assert told[-1].endswith(" 0 jobs left")
     assert sum(text.startswith("compiled fla for hk") for text in told) == 9
 
 
