@@ -693,6 +693,11 @@ def test_a_signal_ends_warmup_without_waiting_for_kernels(number: str) -> None:
     )
 
 
+def test_verify_prints_details_when_asked(layers: Layers) -> None:
+    assert "cosine" in invoke("verify", "--suite", "smoke", "--details").stdout
+    assert "cosine" not in invoke("verify", "--suite", "smoke").stdout
+
+
 def test_rows_that_were_interrupted_do_not_count_as_kept(layers: Layers, absent: Make) -> None:
     layers.answer = lambda case, backend: absent(case, backend, "interrupted" if backend == "fla" else "ok")
 
@@ -730,7 +735,7 @@ def test_a_second_signal_at_once_is_the_first_one(
 ) -> None:
     """`timeout` sends two, and the second may come when the file is written and the table is not."""
 
-    def slow(run: Run) -> str:
+    def slow(run: Run, *, details: bool) -> str:
         signal.raise_signal(signal.SIGTERM)
         return verify_text(run)
 
