@@ -329,12 +329,17 @@ def _list(versions: dict[str, str | None]) -> str:
 
 
 def _kernels(run: Run) -> list[str]:
-    """What ran, a line per backend."""
+    """What ran, a line per backend; as planned where no captured graph has named it."""
+    known = {record.backend for record in run.records if record.kernels_from != ["backend"] and record.kernels}
     ran: dict[str, dict[str, None]] = {name: {} for name in columns(run)}
     for record in run.records:
         # Names that generators give to kernels run to hundreds of characters; the file has them whole.
         ran[record.backend].update(dict.fromkeys(k if len(k) <= 120 else k[:117] + "..." for k in record.kernels))
-    return [f"{name} ran: {', '.join(kernels)}" for name, kernels in ran.items() if kernels]
+    return [
+        f"{name} ran{'' if name in known else ', as planned'}: {', '.join(kernels)}"
+        for name, kernels in ran.items()
+        if kernels
+    ]
 
 
 def columns(run: Run) -> list[str]:

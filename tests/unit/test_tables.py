@@ -281,6 +281,20 @@ def test_details_add_the_largest_error_and_the_cosine(
     assert text(page(run, details=True)) == shown
 
 
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [(None, "ran: a"), (["backend"], "ran, as planned: a"), (["backend", "graph"], "ran: a")],
+)
+def test_kernels_that_no_graph_has_named_are_planned_ones(
+    make_run: Callable[..., Run], timed: Make, sources: list[str] | None, words: str
+) -> None:
+    record = timed(A, "flashqla", 1.0).model_copy(update={"kernels": ["a"], "kernels_from": sources})
+    absent = record.model_copy(update={"backend": "fla", "kernels": [], "kernels_from": []})
+    shown = bench_text(make_run(record, absent))
+    assert f"\nflashqla {words}\n" in shown
+    assert "fla ran" not in shown
+
+
 def test_details_are_refused_for_bench(make_run: Callable[..., Run], timed: Make) -> None:
     with pytest.raises(ArgumentError, match="a bench run has no such columns"):
         page(make_run(timed(A, "flashqla", 1.0)), details=True)
