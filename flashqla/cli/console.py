@@ -26,7 +26,7 @@ def result(text: str) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
     except OSError as error:
-        raise RecordError("stdout cannot be written", given=error.strerror or "") from error
+        raise RecordError("stdout cannot be written", given=error.strerror) from error
 
 
 def note(text: str) -> None:

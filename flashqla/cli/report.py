@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from flashqla.cli import console, options, signals
+from flashqla import signals
+from flashqla.cli import console, options
 from flashqla.errors import ArgumentError
 
 EXAMPLES = """\b

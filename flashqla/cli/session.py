@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
-from flashqla import device, records
-from flashqla.cli import console, signals
+from flashqla import device, records, signals
+from flashqla.cli import console
 from flashqla.errors import ArgumentError, EnvironmentProblem
 from flashqla.records import Kind, Record, Run, Writer, destination, judged, now, to_json, went_wrong, write
 

@@ -197,6 +197,11 @@ def test_errors_become_exit_codes(
         assert result.stderr == "error: not here\n  do         go there\n"
 
 
+@pytest.mark.parametrize(("given", "line"), [(None, ""), ("", "\n  given      ''"), ("0", "\n  given      0")])
+def test_an_empty_text_that_was_given_is_shown(given: str | None, line: str) -> None:
+    assert str(FlashqlaError("not so", given=given)) == f"not so{line}"
+
+
 # cases
 
 
@@ -750,7 +755,7 @@ def test_a_second_signal_at_once_is_the_first_one(
 
 def test_who_insists_is_heard(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop of --in-process runs code of others, in which an exception may be lost."""
-    monkeypatch.setattr("flashqla.cli.signals.SAME_S", 0.0)
+    monkeypatch.setattr("flashqla.signals.SAME_S", 0.0)
 
     def lose_one(count: int) -> None:
         with suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do to the command: both end it with 130, and take no finished row along."""
+"""What Ctrl-C and SIGTERM do: both end a command with 130, and take no finished row along."""
 
 import os
 import signal
@@ -17,9 +17,10 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 def handle(handler: Handler) -> dict[signal.Signals, Any]:
     """Handle both in this way, and return how they were handled before.
 
-    What the caller ignores stays ignored, as Ctrl-C does in a job that a script has started with &.
+    What the caller ignores stays ignored, as Ctrl-C does in a job that a script has started with &. So does what C code
+    handles, because Python could not put it back.
     """
-    handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = [number for number in STOPPING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     return {number: signal.signal(number, handler) for number in handled}
 
 
