@@ -45,12 +45,24 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 class Interrupt:
-    """Raise KeyboardInterrupt, once: a second one would come up in the code that keeps what there is."""
+    """Raise KeyboardInterrupt, once: a second one would come up in the code that keeps what there is.
+
+    None comes up before `release`: not while what has to be kept, or taken away, is half there.
+    """
 
     def __init__(self) -> None:
         self._last_s = -SAME_S
+        self._held, self._waiting = True, False
+
+    def release(self) -> None:
+        """From now on; at once for a signal that came before."""
+        self._held = False
+        if self._waiting:
+            raise KeyboardInterrupt
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         before_s, self._last_s = self._last_s, time.monotonic()
-        if self._last_s - before_s > SAME_S:
+        if self._held:
+            self._waiting = True
+        elif self._last_s - before_s > SAME_S:
             raise KeyboardInterrupt

@@ -189,12 +189,13 @@ def _looked_after(log: Log) -> Iterator[Log]:
             log.look()
 
     thread = threading.Thread(target=look, name="flashqla progress", daemon=True)
-    thread.start()
     try:
+        thread.start()
         yield log
     finally:
         over.set()
-        thread.join()
+        if thread.is_alive():  # Ctrl-C may come before
+            thread.join()
 
 
 @contextmanager

@@ -87,15 +87,17 @@ def run(
         header = records.resume(begun, header, rows)
     kept = header.records
     total = len(rows) - len(kept)
-    writer = Writer(path, header)
-    if writer.aside:
-        console.note(f"what a killed run left there is now {writer.aside}")
     stopped = False
-    if note:
-        console.note(note)
-    with signals.handled(signals.Interrupt()):
+    interrupt = signals.Interrupt()
+    with signals.handled(interrupt):
+        writer = Writer(path, header)
         try:
             try:
+                interrupt.release()
+                if writer.aside:
+                    console.note(f"what a killed run left there is now {writer.aside}")
+                if note:
+                    console.note(note)
                 with console.progress(total, quiet=quiet) as progress, console.results_only():
 
                     def sink(record: Record) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -732,6 +732,28 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(layers: Layers, handler_of_before: ob
     assert result.exit_code == 130
     assert "hint: interrupted: 3 of 12 rows are kept" in result.stderr
     assert signal.getsignal(signal.SIGTERM) is handler_of_before
+
+
+@pytest.mark.usefixtures("handler_of_before")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_while_the_file_is_opened_leaves_no_part_of_it(
+    layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    opened = records._open_alone
+
+    def signalled(part: Path) -> tuple[TextIO, Path | None]:
+        file = opened(part)
+        signal.raise_signal(number)
+        return file
+
+    monkeypatch.setattr(records, "_open_alone", signalled)
+    path = tmp_path / "run.json"
+    result = invoke("verify", "--suite", "smoke", "--json", str(path))
+    assert result.exit_code == 130
+    assert "hint: interrupted: 0 of 12 rows are kept" in result.stderr
+    assert "cases" not in layers.asked  # the loop has not begun
+    assert [*tmp_path.iterdir()] == [path]
+    assert read(path).interrupted
 
 
 @pytest.mark.usefixtures("handler_of_before")
