@@ -99,7 +99,7 @@ def create(names: Sequence[str], device: str, *, exact: bool = False) -> tuple[B
     }
     for name in names:
         if name not in makers:
-            raise ArgumentError(f"unknown backend {name}", given=name or "''", supported=", ".join(makers))
+            raise ArgumentError(f"unknown backend {name}", given=name, supported=", ".join(makers))
     return tuple(makers[name]() for name in dict.fromkeys(names))
 
 

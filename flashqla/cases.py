@@ -230,7 +230,7 @@ def _judge_fields(table: dict[str, Any], where: str) -> None:
 def suite(name: str) -> tuple[Case, ...]:
     """The cases of a built-in suite (see `SUITES`). Raises ArgumentError for an unknown name."""
     if name not in SUITES:
-        raise ArgumentError("unknown suite", given=name or "''", supported=", ".join(SUITES))
+        raise ArgumentError("unknown suite", given=name, supported=", ".join(SUITES))
     return SUITES[name]()
 
 

@@ -377,7 +377,7 @@ def threshold(value: object) -> float:
         found = math.nan
     # A bare 5 is refused, because it is more likely to mean 5% than 500%.
     if not (0 < found < 1 or (number.endswith("%") and 1 <= found < math.inf)):
-        raise ArgumentError("not a threshold", given=number or "''", supported="5%, 0.05, or any other share above 0")
+        raise ArgumentError("not a threshold", given=number, supported="5%, 0.05, or any other share above 0")
     return found
 
 

@@ -17,13 +17,17 @@ A message has up to three parts, so that a reader knows what to do next:
 
 
 class FlashqlaError(Exception):
-    """Base of every known error. `given`, `supported` and `do` are optional single lines."""
+    """Base of every known error. `given`, `supported` and `do` are optional single lines.
+
+    What was given may be an empty text, which is shown as ''.
+    """
 
     exit_code = 70
 
-    def __init__(self, message: str, *, given: str = "", supported: str = "", do: str = "") -> None:
-        self.message, self.given, self.supported, self.do = message, given, supported, do
-        parts = [("given", given), ("supported", supported), ("do", do)]
+    def __init__(self, message: str, *, given: str | None = None, supported: str = "", do: str = "") -> None:
+        self.message, self.supported, self.do = message, supported, do
+        self.given = "" if given is None else given or "''"
+        parts = [("given", self.given), ("supported", supported), ("do", do)]
         super().__init__("\n".join([message, *(f"  {name:<10} {text}" for name, text in parts if text)]))
 
 

@@ -35,6 +35,8 @@ Status = Literal["ok", "missing", "unsupported", "oom", "timeout", "failed", "in
 SETTLED: Final = frozenset({"ok", "missing", "unsupported"})  # running it again would give the same status
 Kind = Literal["bench-fwd", "bench-bwd", "bench-fwd+bwd", "verify-fwd", "verify-bwd"]
 
+KernelSource = Literal["backend", "graph"]
+
 Milliseconds = Annotated[float, Field(ge=1e-9, le=1e12)]  # what is not between is no time, but a broken clock
 Count = Annotated[int, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
@@ -107,6 +109,9 @@ class Record(_Model):
     runs: Count | None = None  # calls of the backend that were compared bit by bit
     deterministic: bool | None = None  # these were equal
     kernels: list[str] = []  # names of the kernels that ran, or of the implementation
+    # What named them: the backend before the call, the captured CUDA graph of it. Older files have no such field, and
+    # are written as they were.
+    kernels_from: list[KernelSource] | None = Field(default=None, exclude_if=lambda value: value is None)
     compile_s: float | None = None
     clocks: Clocks | None = None  # read right behind the samples, while the device ran this backend's call
     # Device memory that a call allocates at its peak, above its inputs, as PyTorch's allocator counts it.

@@ -107,9 +107,10 @@ class Noted(NamedTuple):
     number: str
 
 
-def html(runs: Sequence[Run]) -> str:
+def html(runs: Sequence[Run], *, details: bool = False) -> str:
     """The page as one HTML file, light or dark as its reader's system is.
 
+    details: more columns for runs of verify, here as in the other formats.
     Raises EnvironmentProblem without the packages of extra report.
     """
     plots.need("jinja2", "matplotlib")
@@ -118,7 +119,7 @@ def html(runs: Sequence[Run]) -> str:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"tone": _tone, "note": _noted, "footnote": _footnote}
-    sections = [_section(run, {name: Markup(svg) for name, svg in plots.inline(run).items()}) for run in runs]
+    sections = [_section(run, details, {name: Markup(svg) for name, svg in plots.inline(run).items()}) for run in runs]
     template = environment.from_string(files("flashqla").joinpath("report.html").read_text(encoding="utf-8"))
     edges = [f"{edge:g}" for edge in HEAT]
     ranges = [f"below {edges[0]}", *map("-".join, pairwise(edges)), f"above {edges[-1]}"]
@@ -131,14 +132,14 @@ def html(runs: Sequence[Run]) -> str:
     )
 
 
-def summary(runs: Sequence[Run]) -> str:
+def summary(runs: Sequence[Run], *, details: bool = False) -> str:
     """The page as Markdown, for a pull request or a job summary: the outcome in sight, all rows folded away."""
-    return "\n".join(_digest(run) for run in runs)
+    return "\n".join(_digest(run, details) for run in runs)
 
 
-def text(runs: Sequence[Run]) -> str:
+def text(runs: Sequence[Run], *, details: bool = False) -> str:
     """The tables of the page as plain text."""
-    return "\n".join(tables.text(_page(run)) for run in runs)
+    return "\n".join(tables.text(_page(run, details)) for run in runs)
 
 
 def junit(runs: Sequence[Run]) -> str:
@@ -173,8 +174,8 @@ def _outcome(record: Record, counts: bool) -> xml.Outcome:
     )
 
 
-def _digest(run: Run) -> str:
-    full = _page(run)
+def _digest(run: Run, details: bool) -> str:
+    full = _page(run, details)
     facts = {name: fact for name, fact in full.facts.items() if name != "cpu" or run.environment.gpu is None}
     outcome = [f"{tile.value} {tile.what}" + f" ({tile.detail})" * bool(tile.detail) for tile in _tiles(run, full)]
     notes = ["interrupted: these are the rows that were finished"] * run.interrupted
@@ -194,8 +195,8 @@ def _words(trouble: Trouble) -> str:
     return f"{trouble.backend}: {trouble.what}" + f", {trouble.reason}" * bool(trouble.reason) + hint
 
 
-def _section(run: Run, drawn: Mapping[str, str]) -> Section:
-    full = _page(run)
+def _section(run: Run, details: bool, drawn: Mapping[str, str]) -> Section:
+    full = _page(run, details)
     command = {"command": " ".join(["flashqla", *run.argv])} if run.argv else {}
     return Section(
         title=_title(run),
@@ -209,9 +210,9 @@ def _section(run: Run, drawn: Mapping[str, str]) -> Section:
     )
 
 
-def _page(run: Run) -> Page:
+def _page(run: Run, details: bool) -> Page:
     if run.kind.startswith("verify"):
-        return page(run)
+        return page(run, details=details)
     return bench_page(
         run, roofline=run.kind == "bench-fwd", memory=any(record.peak_bytes is not None for record in run.records)
     )

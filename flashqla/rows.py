@@ -24,7 +24,7 @@ from flashqla.cases import Case, Direction
 from flashqla.device import PEERS, Clocks
 from flashqla.errors import UnsupportedError
 from flashqla.inputs import Inputs
-from flashqla.records import Record, Status, TensorErrors, Timing
+from flashqla.records import KernelSource, Record, Status, TensorErrors, Timing
 from flashqla.worker import Lost, Watch
 
 Command = Literal["bench", "verify"]
@@ -70,6 +70,7 @@ class Row:
     runs: int | None = None
     deterministic: bool | None = None
     kernels: list[str] = field(default_factory=list)
+    kernels_from: list[KernelSource] = field(default_factory=list)
     compile_s: float | None = None
     clocks: Clocks | None = None
     peak_bytes: int | None = None
@@ -93,7 +94,7 @@ class Row:
         try:
             call = self.backend.prepare(inputs, self.direction)
             self.compile_s = time.perf_counter() - begin
-            self.kernels = self.backend.kernels(inputs, self.direction)
+            self.kernels, self.kernels_from = self.backend.kernels(inputs, self.direction), ["backend"]
             after = measure.live_bytes(inputs.v.device) if saves else None
             if before is not None and after is not None and after >= before:  # less: a cache let go of an earlier row
                 self.saved_bytes = after - before
@@ -159,6 +160,7 @@ class Row:
             runs=self.runs,
             deterministic=self.deterministic,
             kernels=list(dict.fromkeys(self.kernels)),
+            kernels_from=self.kernels_from,
             compile_s=self.compile_s,
             clocks=self.clocks,
             peak_bytes=self.peak_bytes,
@@ -253,6 +255,7 @@ def _bench_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Reco
             continue
         row.timing, row.clocks, row.peak_bytes = reading.timing, reading.clocks, reading.peak_bytes
         row.kernels += reading.kernels
+        row.kernels_from += ["graph"] if reading.kernels else []
         row.note(reading.note)
         row.note(unstable)
         try:

@@ -136,15 +136,14 @@ def warm_up(
                     for job, group in elsewhere.items()
                 }
                 for name, group in here.items():
-                    watch.compiling(name, f"compiling {name}, {left} jobs left, {time.perf_counter() - begin:.0f} s")
+                    watch.compiling(name, f"compiling {name}, {left} jobs left")
                     _compile(name, group, device, seed, direction)
                     left -= 1
                 watch.compiling(None, f"compiling in other processes, {left} jobs left")
                 for future in as_completed(futures):
                     left -= 1
                     name, what = futures[future]
-                    done = f"compiled {name} for {what}, {left} jobs left, {time.perf_counter() - begin:.0f} s"
-                    watch.compiling(None, done)
+                    watch.compiling(None, f"compiled {name} for {what}, {left} jobs left")
                     if error := future.exception():
                         log.warning("a process compiling %s for %s failed: %s", name, what, error)
         except BrokenExecutor as error:

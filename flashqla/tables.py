@@ -97,17 +97,23 @@ def _flat(content: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
             yield prefix + name, "; ".join(map(str, value)) if isinstance(value, list) else value
 
 
-def page(run: Run, *, roofline: bool = False, memory: bool = False) -> Page:
+def page(run: Run, *, roofline: bool = False, memory: bool = False, details: bool = False) -> Page:
     """The table of a run, whatever its command was. Raises ArgumentError for columns that it cannot have."""
-    check_columns(run.kind, roofline=roofline, memory=memory)
-    return verify_page(run) if run.kind.startswith("verify") else bench_page(run, roofline=roofline, memory=memory)
+    check_columns(run.kind, roofline=roofline, memory=memory, details=details)
+    if run.kind.startswith("verify"):
+        return verify_page(run, details=details)
+    return bench_page(run, roofline=roofline, memory=memory)
 
 
-def check_columns(kind: Kind, *, roofline: bool, memory: bool) -> None:
+def check_columns(kind: Kind, *, roofline: bool = False, memory: bool = False, details: bool = False) -> None:
     """Raise ArgumentError for columns that runs of a kind cannot have."""
     if kind.startswith("verify") and (roofline or memory):
         given = " ".join(["--roofline"] * roofline + ["--memory"] * memory)
         raise ArgumentError("a verify run has no such columns", given=given, supported="runs of flashqla bench")
+    if kind.startswith("bench") and details:
+        raise ArgumentError(
+            "a bench run has no such columns", given="--details", supported="runs of flashqla verify", do="leave it out"
+        )
     if kind != "bench-fwd" and roofline:
         given = f"--roofline, {kind.replace('-', ' ')}"
         raise ArgumentError(
@@ -120,9 +126,9 @@ def bench_text(run: Run) -> str:
     return text(bench_page(run))
 
 
-def verify_text(run: Run) -> str:
+def verify_text(run: Run, *, details: bool = False) -> str:
     """Table of a verify run as plain text."""
-    return text(verify_page(run))
+    return text(verify_page(run, details=details))
 
 
 def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Page:
@@ -196,33 +202,39 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
     return Page(_title(run), facts(run), tables, [*legend, *_kernels(run), *notes.lines()])
 
 
-def verify_page(run: Run) -> Page:
+def verify_page(run: Run, *, details: bool = False) -> Page:
     """Table of a verify run: a row per case, the relative L2 errors of each output per backend, the worst case last.
 
-    Outputs share a cell where they are two, and have a line each where they are more.
+    Outputs share a cell where they are two, and have a line each where they are more. With `details` they always have,
+    with their largest absolute error and cosine.
     """
     backends, ours = columns(run), judged(run)
     notes = _Notes()
     rows = [row for _, rows in blocks(run) for row in rows]
     rows.sort(key=lambda row: max((_badness(row[name]) for name in ours if name in row), default=0.0))
-    bounded = {name: [name, "bound"] if name in ours else [name] for name in backends}
     outputs = dict.fromkeys(name for record in run.records for name in record.errors)
-    apart = len(outputs) > 2
-    head = ["case", *["of"] * apart, *(title for titles in bounded.values() for title in titles), "verdict"]
+    apart = details or len(outputs) > 2
+    bounded = {name: name in ours for name in backends}
+    head = ["case", *["of"] * apart]
+    for name, bound in bounded.items():
+        head += [name, *["bound"] * bound, *["max abs", "cosine"] * details]
+    head.append("verdict")
     cells = []
     for row in rows:
         names = [name for name in outputs if any(name in record.errors for record in row.values())] if apart else []
         for number, output in enumerate(names or [""]):
             line = [*[next(iter(row.values())).case_id if number == 0 else ""], *[output] * apart]
-            for name, titles in bounded.items():
+            for name, bound in bounded.items():
                 record = row.get(name)
-                line += [_errors(record, notes, output, number == 0), _bound(record, output)][: len(titles)]
+                line += [_errors(record, notes, output, number == 0), *[_bound(record, output)] * bound]
+                line += _details(record, output) if details else []
             cells.append([*line, _verdict(row, ours) if number == 0 else ""])
     of = "" if apart else f": {' / '.join(outputs) or 'none'}"
     legend = [
         f"Relative L2 error against the float64 recurrence{of}. !: above the bound.",
         *["dA_log, ddt_bias: dg summed up as it reaches them, g = -exp(A_log) softplus(a + dt_bias)."]
         * ("dA_log" in outputs),
+        *["max abs: the largest absolute error of an entry. cosine: of the angle to the float64 result."] * details,
         "n/a: not run, see the note. A peer that is off says nothing about the others: the yardstick is float64.",
     ]
     runs = sorted({record.runs for record in run.records if record.runs and record.deterministic})
@@ -317,12 +329,17 @@ def _list(versions: dict[str, str | None]) -> str:
 
 
 def _kernels(run: Run) -> list[str]:
-    """What ran, a line per backend."""
+    """What ran, a line per backend; as planned where no captured graph has named it."""
+    known = {record.backend for record in run.records if record.kernels_from != ["backend"] and record.kernels}
     ran: dict[str, dict[str, None]] = {name: {} for name in columns(run)}
     for record in run.records:
         # Names that generators give to kernels run to hundreds of characters; the file has them whole.
         ran[record.backend].update(dict.fromkeys(k if len(k) <= 120 else k[:117] + "..." for k in record.kernels))
-    return [f"{name} ran: {', '.join(kernels)}" for name, kernels in ran.items() if kernels]
+    return [
+        f"{name} ran{'' if name in known else ', as planned'}: {', '.join(kernels)}"
+        for name, kernels in ran.items()
+        if kernels
+    ]
 
 
 def columns(run: Run) -> list[str]:
@@ -455,6 +472,17 @@ def _bound(record: Record | None, output: str) -> str:
     """What is allowed: for an output, or for the one that comes nearest to it."""
     allowed = (record.bounds.get(output) if output else record.bound) if record else None
     return "-" if allowed is None else f"{allowed:.1e}"
+
+
+def _details(record: Record | None, output: str) -> list[str]:
+    """Largest absolute error and cosine of an output."""
+    error = record.errors.get(output) if record else None
+    if error is None:
+        return ["-", "-"]
+    return [
+        "-" if error.max_abs is None else f"{error.max_abs:.1e}",
+        "-" if error.cosine is None else f"{error.cosine:.7f}",
+    ]
 
 
 def _error(error: TensorErrors) -> str:

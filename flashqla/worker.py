@@ -13,13 +13,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NoReturn
 
 from flashqla.errors import FlashqlaError
+from flashqla.signals import STOPPING, handled
 
 Tell = Callable[[str, bool], None]  # what is being done now, and whether that is compiling
 Do = Callable[[Any], Any]  # a task -> its result, both fit for pickle
@@ -28,7 +29,6 @@ Start = Callable[["Watch"], Do]  # runs once in the process, fit for pickle
 GLANCE_S = 1.0  # how often the parent looks whether the process is still there
 START_S = 300.0  # at least for a process to start: importing torch from a cold disk takes a minute
 GOODBYE_S = 10.0  # for a process to end by itself; one whose GPU hangs may take longer
-STOPPING = (signal.SIGINT, signal.SIGTERM)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NOBODY = -1
 
@@ -171,16 +171,15 @@ def _undisturbed() -> Iterator[None]:
     blocked. Here blocking is not enough: another thread gets the signal, and Python handles it in the main one.
     """
     held: list[int] = []
-    here = STOPPING if threading.current_thread() is threading.main_thread() else ()
-    numbers = [number for number in here if callable(signal.getsignal(number))]
-    before = {number: signal.signal(number, lambda got, frame: held.append(got)) for number in numbers}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    main = threading.current_thread() is threading.main_thread()  # no other may say what a signal does
     try:
-        yield
+        with handled(lambda got, frame: held.append(got)) if main else nullcontext():
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for got in held:
             signal.raise_signal(got)
 

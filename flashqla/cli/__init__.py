@@ -3,7 +3,7 @@
 
 def main() -> None:
     """Entry point."""
-    from flashqla.cli import signals
+    from flashqla import signals
 
     signals.handle(signals.leave)  # first of all: what the commands import takes longer than some of them
     from flashqla.cli import app

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashqla.cli import bench, cases, compare, console, doctor, explain, report, show, signals, verify, warmup
+from flashqla import signals
+from flashqla.cli import bench, cases, compare, console, doctor, explain, report, show, verify, warmup
 from flashqla.errors import EnvironmentProblem, FlashqlaError, RecordError
 
 EXIT_CODES = """\b
@@ -114,7 +115,7 @@ class _Results(FileIO):
             raise
         except OSError as error:
             self.failed = True  # what is buffered is written once more at the end of the process
-            raise RecordError("stdout cannot be written", given=error.strerror or "") from error
+            raise RecordError("stdout cannot be written", given=error.strerror) from error
 
 
 class _Notes(FileIO):

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -13,6 +14,10 @@ from flashqla.errors import FlashqlaError, RecordError
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress  # whose import takes longer than most commands
 
+SOON_S = 5.0  # what is over before is not worth a line of a log
+EACH_S = 30.0  # at most one line of a log in as many seconds
+GLANCE_S = 1.0  # how often to look whether one is due
+
 
 def result(text: str) -> None:
     """Print a result. A reader that has had enough, as `head` has, is no error."""
@@ -21,7 +26,7 @@ def result(text: str) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
     except OSError as error:
-        raise RecordError("stdout cannot be written", given=error.strerror or "") from error
+        raise RecordError("stdout cannot be written", given=error.strerror) from error
 
 
 def note(text: str) -> None:
@@ -92,11 +97,74 @@ class Bar(Progress):
             self._bar.update(self._task, description=text)
 
 
+class Lines(Progress):
+    """A line on stderr for everything that is told, with the seconds that compiling has taken so far."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None  # None while nothing is compiled
+
+    def tell(self, text: str, compiling: bool) -> None:
+        if not compiling:
+            self._since = None
+        elif self._since is None:
+            self._since = self._clock()
+        if text:
+            _say(text if self._since is None else _with_seconds(text, self._clock() - self._since))
+
+
+class Log(Progress):
+    """For a file or a pipe, as in CI: a line now and then of what takes long, and none of a run that is over soon."""
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._pace = clock, Pace(total, clock)
+        self._total, self._done = total, 0
+        self._text, self._compiling, self._since = "", False, clock()  # since then it compiles, or does not
+        self._told = False  # of the compiling at work
+        self._due = clock() + SOON_S
+        self._lock = threading.Lock()  # a thread of its own looks whether a line is due
+
+    def step(self, text: str) -> None:
+        with self._lock:
+            self._pace.step()
+            self._done += 1
+
+    def tell(self, text: str, compiling: bool) -> None:
+        with self._lock:
+            self._pace.turn(compiling)
+            if compiling != self._compiling:
+                now = self._clock()
+                if self._told:
+                    self._say(f"ready after {now - self._since:.0f} s")
+                self._text, self._compiling, self._since, self._told = "compiling", compiling, now, False
+            self._text = text or self._text
+
+    def look(self) -> None:
+        """Print a line if one is due."""
+        with self._lock:
+            now = self._clock()
+            if now < self._due:
+                return
+            self._told = self._compiling and now - self._since >= SOON_S
+            if self._told:
+                self._say(_with_seconds(self._text, now - self._since))
+            else:
+                self._say(", ".join(filter(None, [f"{self._done} of {self._total} rows", self._pace.left()])))
+
+    def _say(self, line: str) -> None:
+        _say(line)
+        self._due = self._clock() + EACH_S
+
+
 @contextmanager
 def progress(total: int, *, quiet: bool) -> Iterator[Progress]:
-    """A bar on stderr; none when quiet or not on a terminal."""
-    if quiet or not _rich_terminal():
+    """A bar on stderr, or lines where that is no terminal; nothing when quiet."""
+    if quiet:
         yield Progress()
+        return
+    if not _rich_terminal():
+        with _looked_after(Log(total)) as log:
+            yield log
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -111,12 +179,23 @@ def progress(total: int, *, quiet: bool) -> Iterator[Progress]:
         yield Bar(bar, total)
 
 
-class Lines(Progress):
-    """A line on stderr for everything that is told."""
+@contextmanager
+def _looked_after(log: Log) -> Iterator[Log]:
+    """Lines of a log also come while nothing is told: a compiler may be silent for minutes."""
+    over = threading.Event()
 
-    def tell(self, text: str, compiling: bool) -> None:
-        if text:
-            print(text, file=sys.stderr)
+    def look() -> None:
+        while not over.wait(GLANCE_S):
+            log.look()
+
+    thread = threading.Thread(target=look, name="flashqla progress", daemon=True)
+    try:
+        thread.start()
+        yield log
+    finally:
+        over.set()
+        if thread.is_alive():  # Ctrl-C may come before
+            thread.join()
 
 
 @contextmanager
@@ -143,6 +222,14 @@ def plain(on: bool) -> bool:
 
 def _rich_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _with_seconds(text: str, taken_s: float) -> str:
+    return f"{text} ({taken_s:.0f} s)" if taken_s >= 1 else text
+
+
+def _say(line: str) -> None:
+    print(_shown(line), file=sys.stderr)
 
 
 def _shown(text: str) -> str:

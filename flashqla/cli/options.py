@@ -95,6 +95,9 @@ RooflineOption = Annotated[
 MemoryOption = Annotated[
     bool, typer.Option("--memory", help="Add what a call of each backend allocates at its peak; GPU only.")
 ]
+DetailsOption = Annotated[
+    bool, typer.Option("--details", help="Add the largest absolute error and the cosine of every output; verify only.")
+]
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="PATH", help="Write the table to a file as well.")]
 
 

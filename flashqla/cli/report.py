@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from flashqla.cli import console, options, signals
+from flashqla import signals
+from flashqla.cli import console, options
 from flashqla.errors import ArgumentError
 
 EXAMPLES = """\b
@@ -34,6 +35,7 @@ def report(
     plots: Annotated[
         Path | None, typer.Option("--plots", metavar="DIR", help="Write the plots as SVG and PNG files as well.")
     ] = None,
+    details: options.DetailsOption = False,
     no_color: options.NoColorOption = False,
 ) -> None:
     """Show runs as one page: HTML with plots, Markdown for a pull request, plain text, or JUnit XML for a CI system.
@@ -44,6 +46,7 @@ def report(
     from flashqla import plots as drawing
     from flashqla import report as pages
     from flashqla.records import destination, read, target, write
+    from flashqla.tables import check_columns
 
     if out and target(out) in map(target, runs):
         raise ArgumentError("--out would overwrite a run", given=f"--out {out}", do="name another file")
@@ -51,12 +54,14 @@ def report(
         do = "name a file with --out report.html, or take --format text"
         raise ArgumentError("a terminal cannot show the page", given="--format html, without --out", do=do)
     content = [read(path) for path in runs]
+    if not any(run.kind.startswith("verify") for run in content):
+        check_columns(content[0].kind, details=details)
     if plots:
         drawing.need("matplotlib")
         drawing.make_folder(plots)
     place = destination(out) if out else None
-    render = {"html": pages.html, "markdown": pages.summary, "text": pages.text, "junit": pages.junit}[form.value]
-    page = render(content)
+    render = {"html": pages.html, "markdown": pages.summary, "text": pages.text}
+    page = pages.junit(content) if form is Format.junit else render[form.value](content, details=details)
     written = []
     with signals.handled(signal.default_int_handler):  # which lets what is half written be removed
         if place:

@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
-from flashqla import device, records
-from flashqla.cli import console, signals
+from flashqla import device, records, signals
+from flashqla.cli import console
 from flashqla.errors import ArgumentError, EnvironmentProblem
 from flashqla.records import Kind, Record, Run, Writer, destination, judged, now, to_json, went_wrong, write
 
@@ -87,15 +87,17 @@ def run(
         header = records.resume(begun, header, rows)
     kept = header.records
     total = len(rows) - len(kept)
-    writer = Writer(path, header)
-    if writer.aside:
-        console.note(f"what a killed run left there is now {writer.aside}")
     stopped = False
-    if note:
-        console.note(note)
-    with signals.handled(signals.Interrupt()):
+    interrupt = signals.Interrupt()
+    with signals.handled(interrupt):
+        writer = Writer(path, header)
         try:
             try:
+                interrupt.release()
+                if writer.aside:
+                    console.note(f"what a killed run left there is now {writer.aside}")
+                if note:
+                    console.note(note)
                 with console.progress(total, quiet=quiet) as progress, console.results_only():
 
                     def sink(record: Record) -> None:

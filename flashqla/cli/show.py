@@ -32,12 +32,13 @@ def show(
     form: Annotated[Format, typer.Option("--format", help="Of the result on stdout.")] = Format.text,
     roofline: options.RooflineOption = False,
     memory: options.MemoryOption = False,
+    details: options.DetailsOption = False,
     no_color: options.NoColorOption = False,
 ) -> None:
     """Show a stored run as a table.
 
     Text and Markdown are the table that verify or bench printed, where --roofline and --memory add columns to that of
-    bench; CSV has every field of every record.
+    bench, and --details to that of verify; CSV has every field of every record.
     """
     from flashqla import tables
     from flashqla.records import read
@@ -47,7 +48,7 @@ def show(
         console.result(tables.csv(run))
     else:
         render = tables.markdown if form is Format.markdown else tables.text
-        console.result(render(tables.page(run, roofline=roofline, memory=memory)))
+        console.result(render(tables.page(run, roofline=roofline, memory=memory, details=details)))
 
 
 def schema(no_color: options.NoColorOption = False) -> None:

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from flashqla import device
+from flashqla import device, signals
 from flashqla.cases import suite
-from flashqla.cli import console, options, signals
+from flashqla.cli import console, options
 from flashqla.errors import EnvironmentProblem
 
 EXAMPLES = """\b

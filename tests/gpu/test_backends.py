@@ -183,6 +183,7 @@ def test_a_row_of_bench_and_of_verify() -> None:
             continue
         assert (record.status, record.passed) == ("ok", True), record
         assert record.kernels
+        assert record.kernels_from == ["backend", *["graph"] * (record.command == "bench")]
     timed = [record for record in records if record.timing]
     assert timed
     assert all(record.timing.clock == "graph" for record in timed)

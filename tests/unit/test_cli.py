@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -194,6 +195,11 @@ def test_errors_become_exit_codes(
     assert ("Traceback" in result.stderr) == (known is False)
     if known:
         assert result.stderr == "error: not here\n  do         go there\n"
+
+
+@pytest.mark.parametrize(("given", "line"), [(None, ""), ("", "\n  given      ''"), ("0", "\n  given      0")])
+def test_an_empty_text_that_was_given_is_shown(given: str | None, line: str) -> None:
+    assert str(FlashqlaError("not so", given=given)) == f"not so{line}"
 
 
 # cases
@@ -692,6 +698,11 @@ def test_a_signal_ends_warmup_without_waiting_for_kernels(number: str) -> None:
     )
 
 
+def test_verify_prints_details_when_asked(layers: Layers) -> None:
+    assert "cosine" in invoke("verify", "--suite", "smoke", "--details").stdout
+    assert "cosine" not in invoke("verify", "--suite", "smoke").stdout
+
+
 def test_rows_that_were_interrupted_do_not_count_as_kept(layers: Layers, absent: Make) -> None:
     layers.answer = lambda case, backend: absent(case, backend, "interrupted" if backend == "fla" else "ok")
 
@@ -724,12 +735,34 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(layers: Layers, handler_of_before: ob
 
 
 @pytest.mark.usefixtures("handler_of_before")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_while_the_file_is_opened_leaves_no_part_of_it(
+    layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    opened = records._open_alone
+
+    def signalled(part: Path) -> tuple[TextIO, Path | None]:
+        file = opened(part)
+        signal.raise_signal(number)
+        return file
+
+    monkeypatch.setattr(records, "_open_alone", signalled)
+    path = tmp_path / "run.json"
+    result = invoke("verify", "--suite", "smoke", "--json", str(path))
+    assert result.exit_code == 130
+    assert "hint: interrupted: 0 of 12 rows are kept" in result.stderr
+    assert "cases" not in layers.asked  # the loop has not begun
+    assert [*tmp_path.iterdir()] == [path]
+    assert read(path).interrupted
+
+
+@pytest.mark.usefixtures("handler_of_before")
 def test_a_second_signal_at_once_is_the_first_one(
     layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`timeout` sends two, and the second may come when the file is written and the table is not."""
 
-    def slow(run: Run) -> str:
+    def slow(run: Run, *, details: bool) -> str:
         signal.raise_signal(signal.SIGTERM)
         return verify_text(run)
 
@@ -744,7 +777,7 @@ def test_a_second_signal_at_once_is_the_first_one(
 
 def test_who_insists_is_heard(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop of --in-process runs code of others, in which an exception may be lost."""
-    monkeypatch.setattr("flashqla.cli.signals.SAME_S", 0.0)
+    monkeypatch.setattr("flashqla.signals.SAME_S", 0.0)
 
     def lose_one(count: int) -> None:
         with suppress(KeyboardInterrupt):
@@ -898,12 +931,81 @@ def test_no_color_option_tells_every_library(layers: Layers, monkeypatch: pytest
     assert os.environ["NO_COLOR"] == "1"
 
 
-def test_progress_is_off_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.progress(2, quiet=False) as progress:
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_run_that_is_over_soon_has_no_progress_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], quiet: bool
+) -> None:
+    with console.progress(2, quiet=quiet) as progress:
         progress.tell("compiling", True)
         progress.step("one")
         progress.step("two")
     assert capsys.readouterr() == ("", "")
+    assert "flashqla progress" not in [thread.name for thread in threading.enumerate()]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    log = console.Log(3, clock)
+    lines: list[tuple[float, str]] = []
+
+    def sleep(seconds: int) -> None:
+        for _ in range(seconds):
+            clock.now += 1
+            log.look()
+            lines.extend((clock.now, line) for line in capsys.readouterr().err.splitlines())
+
+    log.tell("starting a process", True)
+    sleep(4)
+    log.tell("compiling fla, 9 jobs left", True)
+    sleep(40)
+    log.tell("compiled fla for hk2-hv8, 8 jobs left", True)
+    sleep(50)
+    log.tell("", False)  # at 94
+    log.tell("one \033[31m", False)
+    for name in ("one", "two"):
+        sleep(25)
+        log.tell(f"compiling fla for {name}", True)  # which the caches have
+        sleep(1)
+        log.tell(name, False)
+        log.step(name)
+    log.tell("compiling flash-qla for three", True)  # in no cache
+    sleep(33)
+    log.tell("three", False)
+    sleep(31)
+    assert lines == [
+        (5, "compiling fla, 9 jobs left (5 s)"),
+        (35, "compiling fla, 9 jobs left (35 s)"),
+        (65, "compiled fla for hk2-hv8, 8 jobs left (65 s)"),
+        (95, "ready after 94 s"),
+        (124, "1 of 3 rows, 0:00:50 left"),
+        (154, "compiling flash-qla for three (8 s)"),
+        (180, "ready after 33 s"),
+        (209, "2 of 3 rows, 0:00:25 left"),
+    ]
+
+
+def test_a_log_is_looked_after_while_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = threading.Event()
+    monkeypatch.setattr(console, "GLANCE_S", 0.0)
+    monkeypatch.setattr(console.Log, "look", lambda log: looked.set())
+    with console.progress(1, quiet=False):
+        assert looked.wait(60)
+
+
+def test_lines_of_warmup_have_the_seconds_that_compiling_took(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    lines = console.Lines(clock)
+    for now, text, compiling in ((1, "a", True), (31, "b", True), (40, "c", False), (50, "d", True), (52, "e", True)):
+        clock.now = now
+        lines.tell(text, compiling)
+    assert capsys.readouterr().err.splitlines() == ["a", "b (30 s)", "c", "d", "e (2 s)"]
 
 
 def test_progress_on_a_terminal_says_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

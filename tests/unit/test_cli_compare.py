@@ -352,6 +352,11 @@ def test_show_adds_columns(save: Save, row: Make, verified: Make) -> None:
     refused = invoke("show", save("verify", verified(A, "flashqla", 1e-3, 1e-3), kind="verify-fwd"), "--memory")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert refused.stderr.startswith("error: a verify run has no such columns\n  given      --memory\n")
+    assert invoke("show", path, "--details").exit_code == 2
+    assert (
+        "cosine"
+        in invoke("show", save("verify", verified(A, "flashqla", 1e-3, 1e-3), kind="verify-fwd"), "--details").stdout
+    )
 
 
 def test_show_as_csv(save: Save, row: Make, absent: Make) -> None:

@@ -328,6 +328,21 @@ def test_noisy_rows_are_told(make_run: Callable[..., Run], timed: Make) -> None:
     assert f"flashqla : noisy by more than 5% : {A.id}" in text
 
 
+def test_details_of_verify_runs_are_on_the_page(bench: Run, verify: Run, tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text(to_json(bench))
+    (tmp_path / "verify.json").write_text(to_json(verify))
+    both = [tmp_path / "bench.json", tmp_path / "verify.json"]
+    for form in ("html", "markdown", "text"):
+        bare = invoke("report", *both, "--format", form).stdout
+        shown = invoke("report", *both, "--format", form, "--details").stdout
+        assert ("max abs" in bare, shown.count("max abs") > 1, shown.count("cosine") > 1) == (False, True, True)
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", invoke("report", both[1], "--details").stdout)
+    assert heads[:6] == ["case", "of", "flashqla", "bound", "max abs", "cosine"]
+    refused = invoke("report", both[0], "--details", "--format", "text")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: a bench run has no such columns\n  given      --details\n")
+
+
 def test_text_is_the_tables(bench: Run, verify: Run) -> None:
     assert report.text([bench, verify]) == "\n".join(
         [text(bench_page(bench, roofline=True)), text(verify_page(verify))]

@@ -258,6 +258,48 @@ def test_gradients_have_a_line_each(make_run: Callable[..., Run], verified: Make
     assert verify_text(run).split("\n\n")[1] == GRADIENTS.rstrip("\n")
 
 
+DETAILS = """\
+  case                   of           flashqla    bound  max abs     cosine     fla  max abs  cosine  verdict
+  hk2-hv8/1x32768/mixed  o             1.0e-03  5.0e-03  2.5e-02  0.9999995  n/a[1]        -       -       ok
+                         final_state   2.0e-03  6.0e-03        -          -                -       -
+"""
+
+
+def test_details_add_the_largest_error_and_the_cosine(
+    make_run: Callable[..., Run], verified: Make, absent: Make
+) -> None:
+    errors = {
+        "o": TensorErrors(rel_l2=1e-3, max_abs=0.025, cosine=0.9999995),
+        "final_state": TensorErrors(rel_l2=2e-3, max_abs=None, cosine=None),
+    }
+    record = verified(A, "flashqla", 0, 0, bounds={"o": 5e-3, "final_state": 6e-3})
+    run = make_run(record.model_copy(update={"errors": errors}), absent(A, "fla"), kind="verify-fwd")
+    shown = verify_text(run, details=True)
+    assert shown.split("\n\n")[1] == DETAILS.rstrip("\n")
+    assert "\nmax abs: the largest absolute error of an entry. cosine: " in shown
+    assert "cosine" not in verify_text(run)
+    assert text(page(run, details=True)) == shown
+
+
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [(None, "ran: a"), (["backend"], "ran, as planned: a"), (["backend", "graph"], "ran: a")],
+)
+def test_kernels_that_no_graph_has_named_are_planned_ones(
+    make_run: Callable[..., Run], timed: Make, sources: list[str] | None, words: str
+) -> None:
+    record = timed(A, "flashqla", 1.0).model_copy(update={"kernels": ["a"], "kernels_from": sources})
+    absent = record.model_copy(update={"backend": "fla", "kernels": [], "kernels_from": []})
+    shown = bench_text(make_run(record, absent))
+    assert f"\nflashqla {words}\n" in shown
+    assert "fla ran" not in shown
+
+
+def test_details_are_refused_for_bench(make_run: Callable[..., Run], timed: Make) -> None:
+    with pytest.raises(ArgumentError, match="a bench run has no such columns"):
+        page(make_run(timed(A, "flashqla", 1.0)), details=True)
+
+
 def test_who_is_judged_is_asked_once(
     make_run: Callable[..., Run], timed: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

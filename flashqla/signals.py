@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do to the command: both end it with 130, and take no finished row along."""
+"""What Ctrl-C and SIGTERM do: both end a command with 130, and take no finished row along."""
 
 import os
 import signal
@@ -17,9 +17,10 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 def handle(handler: Handler) -> dict[signal.Signals, Any]:
     """Handle both in this way, and return how they were handled before.
 
-    What the caller ignores stays ignored, as Ctrl-C does in a job that a script has started with &.
+    What the caller ignores stays ignored, as Ctrl-C does in a job that a script has started with &. So does what C code
+    handles, because Python could not put it back.
     """
-    handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = [number for number in STOPPING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     return {number: signal.signal(number, handler) for number in handled}
 
 
@@ -44,12 +45,24 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 class Interrupt:
-    """Raise KeyboardInterrupt, once: a second one would come up in the code that keeps what there is."""
+    """Raise KeyboardInterrupt, once: a second one would come up in the code that keeps what there is.
+
+    None comes up before `release`: not while what has to be kept, or taken away, is half there.
+    """
 
     def __init__(self) -> None:
         self._last_s = -SAME_S
+        self._held, self._waiting = True, False
+
+    def release(self) -> None:
+        """From now on; at once for a signal that came before."""
+        self._held = False
+        if self._waiting:
+            raise KeyboardInterrupt
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         before_s, self._last_s = self._last_s, time.monotonic()
-        if self._last_s - before_s > SAME_S:
+        if self._held:
+            self._waiting = True
+        elif self._last_s - before_s > SAME_S:
             raise KeyboardInterrupt
