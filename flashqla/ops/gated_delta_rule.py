@@ -110,10 +110,14 @@ def chunk_gated_delta_rule(
     arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
                  state_v_first, auto_cp, cu_seqlens_cpu)
     # fmt: on
-    if _someone_listens(q, k, v, g, beta, initial_state):
+    tensors = (q, k, v, g, beta, initial_state)
+    if _someone_listens(*tensors):
         o, final_state = _call(torch.ops.flashqla.gated_delta_rule, _Rule, arguments)
-        return o, final_state if output_final_state else None
-    return _forward(*arguments)
+    elif _differentiable(*tensors):
+        o, final_state = _EagerRule.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        return _forward(*arguments)
+    return o, final_state if output_final_state else None
 
 
 def chunk_gated_delta_rule_fwd(
@@ -271,25 +275,59 @@ def _someone_listens(*tensors: Tensor | None) -> bool:
         or torch._C._are_functorch_transforms_active()
     ):
         return True
-    grad = torch.is_grad_enabled()
-    return any(x is not None and (type(x) is not Tensor or x.is_meta or (grad and x.requires_grad)) for x in tensors)
+    return any(x is not None and (type(x) is not Tensor or x.is_meta) for x in tensors)
+
+
+def _differentiable(*tensors: Tensor | None) -> bool:
+    """Whether autograd alone is to know of the call: the dispatcher would take its time."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     """o and the final state, from the launches of an earlier call like this one where there was one."""
-    q, k, v, g, beta, _, initial_state, _, _, cu_seqlens, _, _, cu_seqlens_cpu = arguments
-    facts = repeats.facts(*arguments)
-    if facts is not None:
-        recording = repeats.find(facts, q, cu_seqlens, cu_seqlens_cpu)
-        if recording is not None:
-            offsets = None if cu_seqlens is None else checks.placed(cu_seqlens, q.device)
-            results: tuple[Tensor, Tensor | None] = recording.run(q, k, v, g, beta, initial_state, offsets)
-            return results
+    q, k, v, g, beta, scale, initial_state, final, l2norm, cu_seqlens, state_v_first, auto_cp, cu_seqlens_cpu = (
+        arguments
+    )
+    settings = (scale or str(scale), final, l2norm, state_v_first, auto_cp)  # the string, because 0.0 == -0.0
+    facts = repeats.facts((q, k, v), (g, beta, initial_state), cu_seqlens, cu_seqlens_cpu, *settings)
+    recording = None if facts is None else repeats.find(facts, q, cu_seqlens, cu_seqlens_cpu)
+    if recording is not None:
+        o, final_state = recording.run((q, k, v, g, beta, initial_state), _placed(cu_seqlens, q))
+        return o, final_state
     problem = checks.problem(*arguments)
     _, _, o, _, final_state = _run(problem)
-    if facts is not None:
-        repeats.keep(facts, problem, _plan(problem))
+    chosen = _plan(problem)
+    if facts is not None and chosen.implementation == "tilelang":
+        repeats.keep(facts, problem, lambda: _recording().record(problem, chosen))
     return o, final_state
+
+
+def _backward(*arguments: Any) -> Gradients:
+    """Gradients, likewise."""
+    (q, k, v, g, beta, do, dfinal_state, scale, initial_state, cu_seqlens, state_v_first, l2norm, auto_cp, hint) = (
+        arguments
+    )
+    settings = ("backward", scale or str(scale), l2norm, state_v_first, auto_cp)
+    facts = repeats.facts((q, k, v, do), (g, beta, initial_state, dfinal_state), cu_seqlens, hint, *settings)
+    recording = None if facts is None else repeats.find(facts, q, cu_seqlens, hint)
+    if recording is not None:
+        inputs = (q, k, v, g, beta, initial_state, do, dfinal_state)
+        results: Gradients = tuple(recording.run(inputs, _placed(cu_seqlens, q)))
+        return results
+    # fmt: off
+    problem = checks.problem(q, k, v, g, beta, scale, initial_state, dfinal_state is not None, l2norm, cu_seqlens,
+                             state_v_first, auto_cp, hint)
+    # fmt: on
+    gradients = _run_backward(problem, do, dfinal_state)
+    chosen, sm_count = _plan(problem, "backward"), _device_facts(q.device)[1]
+    if facts is not None and chosen.implementation == "tilelang":
+        record = lambda: _recording().record_backward(problem, chosen, do, dfinal_state, sm_count)  # noqa: E731
+        repeats.keep(facts, problem, record)
+    return gradients
+
+
+def _placed(cu_seqlens: Tensor | None, q: Tensor) -> Tensor | None:
+    return None if cu_seqlens is None else checks.placed(cu_seqlens, q.device)
 
 
 def _refuse_forward_mode(*_: Any) -> Any:
@@ -415,6 +453,12 @@ def _kernels() -> tuple[Any, str]:
     return launch, ""
 
 
+def _recording() -> Any:
+    from flashqla.ops.kernels import recording
+
+    return recording
+
+
 @cache
 def _backward_kernels() -> Any:
     """The module that launches the backward kernels; asked for after `_kernels` has found that there are any."""
@@ -495,13 +539,7 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _op_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    # fmt: off
-    (q, k, v, g, beta, do, dfinal_state, scale, initial_state, cu_seqlens, state_v_first, l2norm, auto_cp,
-     cu_seqlens_cpu) = arguments
-    problem = checks.problem(q, k, v, g, beta, scale, initial_state, dfinal_state is not None, l2norm, cu_seqlens,
-                             state_v_first, auto_cp, cu_seqlens_cpu)
-    # fmt: on
-    return tuple(_or_empty(x, q) for x in _run_backward(problem, do, dfinal_state))
+    return tuple(_or_empty(x, arguments[0]) for x in _backward(*arguments))
 
 
 def _op_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -528,9 +566,13 @@ def _differentiate(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> 
     arguments = (q, k, v, g, beta, do, dfinal_state, ctx.scale, initial_state, cu_seqlens, ctx.state_v_first,
                  ctx.l2norm, ctx.auto_cp, cu_seqlens_cpu)
     # fmt: on
-    dq, dk, dv, dg, dbeta, dinitial_state = _call(
-        torch.ops.flashqla.gated_delta_rule_backward, _RuleBackward, arguments
-    )
+    tensors = (q, k, v, g, beta, initial_state, do, dfinal_state)
+    if _someone_listens(*tensors) or _differentiable(*tensors):
+        dq, dk, dv, dg, dbeta, dinitial_state = _call(
+            torch.ops.flashqla.gated_delta_rule_backward, _RuleBackward, arguments
+        )
+    else:
+        dq, dk, dv, dg, dbeta, dinitial_state = _backward(*arguments)
     dg, dinitial_state = (None if g is None else dg), (None if initial_state is None else dinitial_state)
     return dq, dk, dv, dg, dbeta, None, dinitial_state, None, None, None, None, None, None
 
@@ -559,6 +601,18 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return torch.ops.flashqla.gated_delta_rule(*arguments)
+
+
+class _EagerRule(torch.autograd.Function):
+    """The op where nobody but autograd listens."""
+
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_differentiate)
+    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _op(*arguments)
 
 
 class _RuleBackward(torch.autograd.Function):

@@ -4,7 +4,7 @@ A call that is known needs no checks but those of its offsets, no plan and no la
 among the facts that make calls alike, and the values of offsets are looked at each time.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flashqla.ops import checks
 from flashqla.ops.checks import Problem
-from flashqla.ops.plan import Plan
 
 Facts = tuple[Hashable, ...]
 MOST = 1024  # kinds of calls, and of packs; the oldest goes
@@ -35,46 +34,28 @@ _keeping = Lock()
 
 
 def facts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    l2norm: bool,
+    copied: tuple[Tensor, ...],
+    others: tuple[Tensor | None, ...],
     cu_seqlens: Tensor | None,
-    state_v_first: bool,
-    auto_cp: bool,
     cu_seqlens_cpu: Tensor | None,
+    *settings: Hashable,
 ) -> Facts | None:
-    """What makes calls alike: all but the values in tensors. None for a call that must not be run from a recording."""
-    if not _launchable(q) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # tensor copy engines want 16 bytes
+    """What makes calls alike: all but the values in tensors. None for a call that must not be run from a recording.
+
+    copied: what tensor copy engines read, which want 16 bytes, q first. settings: all else that a result depends on.
+    """
+    if not _launchable(copied[0]) or (cu_seqlens is not None and cu_seqlens.numel() > MOST_SEQUENCES):
         return None
-    if cu_seqlens is not None and cu_seqlens.numel() > MOST_SEQUENCES:
-        return None
-    if (  # memory is not what it says
-        q.is_neg()
-        or k.is_neg()
-        or v.is_neg()
-        or beta.is_neg()
-        or (g is not None and g.is_neg())
-        or (initial_state is not None and initial_state.is_neg())
-    ):
-        return None
-    # fmt: off
-    return (
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.device,
-        v.shape, v.stride(), v.dtype, v.device,
-        beta.shape, beta.stride(), beta.dtype, beta.device,
-        None if g is None else (g.shape, g.stride(), g.dtype, g.device),
-        _facts(initial_state), _facts(cu_seqlens), _facts(cu_seqlens_cpu),
-        scale or str(scale),  # the string, because 0.0 == -0.0
-        output_final_state, l2norm, state_v_first, auto_cp,
-    )
-    # fmt: on
+    found: list[Hashable] = []
+    for x in copied:
+        if x.data_ptr() % 16 or x.is_neg():
+            return None
+        found.append((x.shape, x.stride(), x.dtype, x.device))
+    for other in others:
+        if other is not None and other.is_neg():  # memory is not what it says
+            return None
+        found.append(_facts(other))
+    return (*found, _facts(cu_seqlens), _facts(cu_seqlens_cpu), *settings)
 
 
 def find(facts: Facts, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Any:
@@ -85,9 +66,9 @@ def find(facts: Facts, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Ten
     return None if known is None else known.recording
 
 
-def keep(facts: Facts, problem: Problem, plan: Plan) -> None:
-    """Note a call that has been run, and record it if it came again."""
-    if plan.implementation == "torch" or problem.batch * problem.tokens == 0:
+def keep(facts: Facts, problem: Problem, record: Callable[[], Any]) -> None:
+    """Note a call that kernels have run, and record it if it came again."""
+    if problem.batch * problem.tokens == 0:
         return
     with _keeping:
         known = _noted(_known, facts)
@@ -95,9 +76,7 @@ def keep(facts: Facts, problem: Problem, plan: Plan) -> None:
             known = _noted(_packs, (facts, problem.seqlens))
         known.calls += 1
         if known.calls == RECORDED_CALL:
-            from flashqla.ops.kernels.recording import record  # there is TileLang, or the plan would be PyTorch's
-
-            known.recording = record(problem, plan)
+            known.recording = record()
 
 
 def _noted(notes: dict[Hashable, _Known], key: Hashable) -> _Known:

@@ -61,13 +61,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def kernel(*key: Any) -> Callable[..., None]:
         return lambda *arguments: launched.append((key, [seen(x) for x in arguments]))
 
-    def planned(problem: checks.Problem) -> plan.Plan:
-        dtype = checks.DTYPES[problem.q.dtype]
-        return plan.make(hv=problem.hv, seqlens=problem.seqlens, dtype=dtype, auto_cp=problem.auto_cp)
+    def planned(problem: checks.Problem, direction: plan.Direction = "forward") -> plan.Plan:
+        sizes = {"hv": problem.hv, "seqlens": problem.seqlens, "direction": direction}
+        return plan.make(**sizes, dtype=checks.DTYPES[problem.q.dtype], auto_cp=problem.auto_cp)
 
     monkeypatch.setattr(launch, "_kernel", kernel)
     monkeypatch.setattr(gated_delta_rule, "_plan", planned)
     monkeypatch.setattr(gated_delta_rule, "_on", lambda device: nullcontext())
+    monkeypatch.setattr(gated_delta_rule, "_device_facts", lambda device: ((9, 0), 132, ""))
     monkeypatch.setattr(repeats, "_launchable", lambda q: True)
     monkeypatch.setattr(repeats, "_known", {})
     monkeypatch.setattr(repeats, "_packs", {})
@@ -164,6 +165,137 @@ def test_tensors_of_a_recording_do_not_overlap(launches: Launches, changes: Call
     for x, y in pairwise(ordered):
         assert x.end <= y.address or x.address == y.address
     assert all(x.address % 16 == 0 for x in tensors)
+
+
+GRADIENTS = ("q", "k", "v", "g", "beta", "initial_state")
+
+
+def run_backward(
+    launches: Launches, arguments: dict[str, Any], state_counts: bool = False, do: Tensor | None = None
+) -> tuple[Launches, dict[str, Tensor], dict[str, Tensor]]:
+    """The launches of a backward pass, what it was given, and the gradients."""
+    leaves = {name: x.detach().requires_grad_() for name in GRADIENTS if (x := arguments.get(name)) is not None}
+    o, final_state = chunk_gated_delta_rule(**arguments | leaves)
+    outputs = [o, final_state] if state_counts else [o]
+    given = [torch.zeros_like(x) for x in outputs]
+    given[0] = given[0] if do is None else do
+    launches.clear()
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), given)
+    inputs = leaves | dict(zip(("do", "dht"), given, strict=False))
+    if "cu_seqlens" in arguments:
+        inputs["cu_seqlens"] = arguments["cu_seqlens"]
+    return list(launches), inputs, dict(zip(leaves, gradients, strict=True))
+
+
+def flow(launched: Launches, inputs: dict[str, Tensor], gradients: dict[str, Tensor]) -> list[Any]:
+    """Arguments with what addresses mean: an input, a gradient, or which argument of a launch before.
+
+    dq, dk, dg and dbeta may lie where something lay that nobody needs any more: only the last launch knows them.
+    """
+    known = {x.data_ptr(): name for name, x in inputs.items()}
+    known[gradients["v"].data_ptr()] = "dv"
+    told: list[Any] = []
+    before: dict[int, str] = {}
+    for n, (key, arguments) in enumerate(launched):
+        if n == len(launched) - 1:
+            known |= {x.data_ptr(): f"d{name}" for name, x in gradients.items()}
+        row = []
+        for at, x in enumerate(arguments):
+            if isinstance(x, Seen):
+                meaning = known.get(x.address) or before.setdefault(x.address, f"launch {n} argument {at}")
+                row.append((meaning, x.shape, x.strides, x.dtype))
+            else:
+                row.append(x)
+        told.append((key, row))
+    return told
+
+
+BACKWARD_CALLS = [
+    *CALLS,
+    pytest.param(
+        lambda: {"initial_state": torch.zeros(1, HV, 128, 128), "state_counts": True},
+        id="initial state and gradient of the final one",
+    ),
+]
+
+
+def backward_call(changes: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    arguments = drawn(**changes())
+    state_counts = arguments.pop("state_counts", False)
+    return arguments, state_counts
+
+
+@pytest.mark.parametrize("changes", BACKWARD_CALLS)
+def test_the_third_backward_pass_launches_what_the_first_did(
+    launches: Launches, changes: Callable[[], dict[str, Any]]
+) -> None:
+    calls = [backward_call(changes) for _ in range(4)]
+    ran = [run_backward(launches, *call) for call in calls]
+    assert [recorded(launched) for launched, *_ in ran] == [False, False, True, True]
+    same = [key for key, _ in ran[0][0]]
+    for launched, inputs, gradients in ran:
+        assert [key for key, _ in launched] == same
+        for name, x in gradients.items():
+            assert (x.shape, x.dtype, x.is_contiguous()) == (inputs[name].shape, inputs[name].dtype, True)
+    # 16-bit dg, dbeta and dinitial_state are made of what the kernels wrote, which has gone.
+    if all(
+        x.dtype == torch.float32 for name in ("g", "beta", "initial_state") if (x := ran[0][2].get(name)) is not None
+    ):
+        first, *others = (flow(*call) for call in ran)
+        for other in others:
+            assert other == first
+
+
+@pytest.mark.parametrize("changes", BACKWARD_CALLS)
+def test_tensors_of_a_recorded_backward_pass_do_not_overlap(
+    launches: Launches, changes: Callable[[], dict[str, Any]]
+) -> None:
+    """Before the last launch, and in it: only what it does not read may have become its results."""
+    launched, inputs, _ = [run_backward(launches, *backward_call(changes)) for _ in range(3)][-1]
+    given = [x.data_ptr() for x in inputs.values()]
+    assert launched[-1][0][0] == "gradients"
+    for part in (launched[:-1], launched[-1:]):
+        tensors = {x for _, seen in part for x in seen if isinstance(x, Seen) and x.recorded and x.address not in given}
+        ordered = sorted((x for x in tensors if any(x.strides)), key=lambda x: x.address)
+        for x, y in pairwise(ordered):
+            assert x.end <= y.address or x.address == y.address
+        assert all(x.address % 16 == 0 for x in ordered)
+
+
+def test_memory_that_the_last_kernel_does_not_need_is_free_before_its_results_are_allocated(launches: Launches) -> None:
+    arguments = drawn(tokens=1000)
+    for _ in range(3):
+        _, inputs, _ = run_backward(launches, arguments)
+    (found,) = [x.recording for facts, x in repeats._known.items() if "backward" in facts]
+    first, last = found.parts
+    assert not set(first.freed) & {view.address for view in last.views}
+    freed = [first.allocated[n - len(inputs)] for n in first.freed]
+    assert sum(x.numel() * x.itemsize for x in freed) >= 1000 * HV * 64 * 2  # A
+    in_last = sorted((tuple(x.shape), str(x.dtype)) for x in last.allocated if x.dtype != torch.uint8)
+    assert in_last == sorted((tuple(inputs[name].shape), str(inputs[name].dtype)) for name in ("q", "k", "g", "beta"))
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        pytest.param(
+            torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 133, HV, 128), id="expanded, as that of a sum"
+        ),
+        pytest.param(torch.zeros(1, 133, HV, 129, dtype=torch.bfloat16)[..., :128], id="odd strides"),
+    ],
+)
+def test_a_gradient_that_kernels_cannot_read_in_place_is_copied_each_time(launches: Launches, do: Tensor) -> None:
+    for _ in range(4):
+        launched, *_ = run_backward(launches, drawn(), do=do)
+        assert not recorded(launched)
+
+
+def test_directions_share_no_recording(launches: Launches) -> None:
+    arguments = drawn()
+    for _ in range(3):
+        run_backward(launches, arguments)
+    directions = ["backward" in facts for facts in repeats._known]
+    assert sorted(directions) == [False, True]
 
 
 def transposed(x: Tensor) -> Tensor:

@@ -73,6 +73,39 @@ def test_results_stay_the_same(tokens: int, packed: torch.dtype | None) -> None:
         assert torch.linalg.vector_norm(found - truth) < 5e-3 * torch.linalg.vector_norm(truth)
 
 
+def differentiate(arguments: dict[str, Any], do: Tensor) -> tuple[Tensor, ...]:
+    leaves = {name: arguments[name].detach().requires_grad_() for name in ("q", "k", "v", "g", "beta")}
+    with strict():
+        o, _ = chunk_gated_delta_rule(**arguments | leaves)
+        return torch.autograd.grad(o, list(leaves.values()), do)
+
+
+@pytest.mark.parametrize("beta", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [None, torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [65, 8192])
+def test_gradients_stay_the_same(tokens: int, packed: torch.dtype | None, beta: torch.dtype) -> None:
+    """And so does the memory that they need."""
+    cu_seqlens = None if packed is None else torch.tensor([0, 20, tokens - 1], dtype=packed, device="cuda")
+    calls = [make(tokens, seed, cu_seqlens=cu_seqlens) for seed in (0, 1)]
+    for arguments in calls:
+        arguments["beta"] = arguments["beta"].to(beta)
+    do = torch.randn(1, tokens, 4, 128, device="cuda").bfloat16()
+    peaks = []
+
+    def measured(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+        torch.cuda.reset_peak_memory_stats()
+        gradients = differentiate(arguments, do)
+        peaks.append(torch.cuda.max_memory_allocated())
+        return gradients
+
+    expected, others = (measured(arguments) for arguments in calls)
+    assert recordings() == 2  # forward and backward
+    for _ in range(2):
+        assert_same(measured(calls[0]), expected)
+        assert_same(measured(calls[1]), others)
+    assert max(peaks[3:]) <= max(peaks[:2]) + 2**20
+
+
 def test_kernels_run_on_the_current_stream() -> None:
     """A call's inputs are made late, on its own stream: a launch on another one would read them too early."""
     arguments = make(8192)

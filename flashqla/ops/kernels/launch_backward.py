@@ -3,7 +3,8 @@
 Arguments are right when they get here (`ops.checks`), and what to run is decided (`ops.plan`).
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,21 @@ def backward(
     cumulative gate and A of the forward pass, whose q and k were normalised already; without it they are computed again.
     Per chunk and value head 16 KB of states, 32 KB of their gradients, 16 KB of U, 8 KB of A and 2.3 KB of factors are allocated.
     """
+    raw = raw_gradients(problem, plan, do, dht, saved, sm_count, launch._kernel)
+    inputs = (problem.q, problem.k, problem.v, problem.g, problem.beta, problem.initial_state)
+    return Backward(*(None if x is None else x.to(like.dtype) for x, like in zip(raw, inputs, strict=True)))
+
+
+def raw_gradients(
+    problem: Problem,
+    plan: Plan,
+    do: Tensor,
+    dht: Tensor | None,
+    saved: tuple[Tensor, Tensor] | None,
+    sm_count: int,
+    kernel: Callable[..., Any],
+) -> Backward:
+    """As `backward`, with dg, dbeta and dinitial_state in float32, in which kernels write them. kernel: finds one, as `launch._kernel` does."""
     p = problem
     q, k, v, do = (launch._rows(x) for x in (p.q, p.k, p.v, do))
     beta = p.beta.flatten(0, 1)
@@ -60,13 +76,13 @@ def backward(
     if saved is None:
         A = q.new_empty((tokens, hv, CHUNK))
         g = beta if p.g is None else p.g.flatten(0, 1)
-        launch._kernel("inverse", dtype, DTYPES[g.dtype], DTYPES[beta.dtype], p.l2norm, True)(
+        kernel("inverse", dtype, DTYPES[g.dtype], DTYPES[beta.dtype], p.l2norm, True)(
             q, k, g, beta, offsets, A, records, records.new_empty((1, hv)), dv, p.scale, sequences, step, group,
             plan.inverse_ctas, int(p.g is not None), 0, 0,
         )
     else:
         cumulative, A = saved[0].flatten(0, 1), saved[1].flatten(0, 1).contiguous()
-        launch._kernel("records", DTYPES[beta.dtype])(cumulative, beta, offsets, records, p.scale, sequences, step)
+        kernel("records", DTYPES[beta.dtype])(cumulative, beta, offsets, records, p.scale, sequences, step)
     has_initial, has_dht, has_dinitial = (int(x is not None) for x in (p.initial_state, dht, dinitial))
     segments = plan.segment_chunks
     starts = dstarts = nothing  # of a split sequence, the state in front of segments and its gradient behind them
@@ -74,18 +90,18 @@ def backward(
         shape = (tokens // (CHUNK * segments) + sequences, hv, HEAD_DIM, HEAD_DIM)
         starts, dstarts = (records.new_empty(shape) for _ in range(2))
         transitions, forgets = q.new_empty(shape), records.new_empty(shape[:2], dtype=torch.int32)
-        launch._kernel("summary", dtype, DTYPES[initial.dtype], True)(
+        kernel("summary", dtype, DTYPES[initial.dtype], True)(
             k, v, A, records, offsets, initial, starts, transitions, forgets, group, step, segments, has_initial,
         )
-        launch._kernel("chain", "summary", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
+        kernel("chain", "summary", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
             q, k, do, A, records, offsets, dfinal, None, None, None, dstarts, p.scale, group, step, segments, has_dht, 0,
         )
-        launch._kernel("scan", dtype)(offsets, starts, transitions, forgets, tokens, step, segments, sequences)
-        launch._kernel("scan", dtype, True)(offsets, dstarts, transitions, forgets, tokens, step, segments, sequences)
-    launch._kernel("chain", "forward", plan.v_tile, dtype, DTYPES[initial.dtype])(
+        kernel("scan", dtype)(offsets, starts, transitions, forgets, tokens, step, segments, sequences)
+        kernel("scan", dtype, True)(offsets, dstarts, transitions, forgets, tokens, step, segments, sequences)
+    kernel("chain", "forward", plan.v_tile, dtype, DTYPES[initial.dtype])(
         None, k, v, A, records, offsets, initial, states, u, None, starts, p.scale, group, step, segments, has_initial, 0,
     )
-    launch._kernel("chain", "reverse", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
+    kernel("chain", "reverse", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
         q, k, do, A, records, offsets, dfinal, dstates, dv, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
         p.scale, group, step, segments, has_dht, has_dinitial,
     )
@@ -94,7 +110,7 @@ def backward(
     dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
     # Every second chunk has a state to be made first: none of the CTAs, which go on by as many items, should meet those alone.
     ctas = min(slots * hk, sm_count - int(sm_count % (2 * hk) == 0))
-    launch._kernel("gradients", dtype, p.l2norm)(
+    kernel("gradients", dtype, p.l2norm)(
         q, k, v, do, u, records, states, dstates, offsets, dq, dk, dv, dg, dbeta, p.scale, sequences, step,
         ctas,
     )
@@ -103,7 +119,7 @@ def backward(
         dq.view(p.q.shape),
         dk.view(p.k.shape),
         dv.view(p.v.shape),
-        None if p.g is None else dg.view(p.g.shape).to(p.g.dtype),
-        dbeta.view(p.beta.shape).to(p.beta.dtype),
-        None if dinitial is None or p.initial_state is None else dinitial.to(p.initial_state.dtype),
+        None if p.g is None else dg.view(p.g.shape),
+        dbeta.view(p.beta.shape),
+        dinitial,
     )

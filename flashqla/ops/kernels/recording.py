@@ -1,11 +1,11 @@
-"""A forward call laid out once, to be launched again for other tensors of the same shapes, strides and dtypes.
+"""A call laid out once, in either direction, to be launched again for other tensors of the same shapes, strides and dtypes.
 
 Laying out a call takes longer than launching it: every view, every allocation and every description of a tensor for a kernel costs about a
 microsecond. A recording keeps the descriptions in the form that kernels take, DLPack's DLTensor, and a run puts its addresses into them.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from flashqla.ops.checks import Problem
-from flashqla.ops.kernels import launch
+from flashqla.ops.kernels import launch, launch_backward
 from flashqla.ops.plan import Plan
 
-INPUTS = ("q", "k", "v", "g", "beta", "initial_state")
 ALIGNMENT = 256  # bytes, of tensors in scratch memory: what PyTorch's allocator would give them, and more than kernels ask for
 CUDA = 2  # DLPack's device type
 DTYPES = {torch.int32: (0, 32), torch.float16: (2, 16), torch.float32: (2, 32), torch.bfloat16: (4, 16)}  # DLPack's type code, and bits
@@ -56,10 +55,20 @@ class Call(NamedTuple):
     after: tuple[Any, ...]
 
 
-class Table:
-    """DLTensors of all views, and the calls that take them. Of one run at a time: kernels read it while other threads run."""
+class Part(NamedTuple):
+    """Calls that are launched one after the other. `allocated` is allocated before them, and the addresses `freed` are given back after them."""
 
-    def __init__(self, views: list[View], calls: list[Call], device: int) -> None:
+    views: list[View]
+    calls: list[Call]
+    allocated: list[Tensor]  # one element expanded: like what there is to allocate
+    freed: list[int]
+
+
+class Table:
+    """DLTensors of all views of a part, and its calls. Of one run at a time: kernels read it while other threads run."""
+
+    def __init__(self, part: Part, device: int) -> None:
+        views, calls = part.views, part.calls
         self.places = [(view.address, view.offset) for view in views]
         self.tensors = (DLTensor * len(views))()
         self.addresses = memoryview(self.tensors).cast("B").cast("Q")[:: sizeof(DLTensor) // 8]  # each tensor's first word
@@ -80,100 +89,172 @@ class Table:
 
 @dataclass(frozen=True)
 class Recording:
-    """Addresses of a run are those of the inputs that there are, of o, of the final state if it is asked for, and of scratch memory.
+    """Addresses of a run are those of the inputs that there are, and then of what the parts allocate, in order."""
 
-    o, final_state and scratch are empty or one element expanded: like what there is to allocate.
-    """
-
-    views: list[View]
-    calls: list[Call]
+    parts: list[Part]
     device: int
-    o: Tensor
-    final_state: Tensor | None
-    scratch: Tensor
-    scratch_bytes: int
+    results: list[tuple[int, torch.dtype] | None]  # by address, and the dtype that each is to have
     offsets: Tensor | None  # of a batch; those of a pack come with each run
-    free: list[Table] = field(default_factory=list)
+    free: list[list[Table]] = field(default_factory=list)
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """o and the final state, as of `launch.forward`."""
-        # Sizes as Python numbers would take longer to hand over than the allocations take.
-        o = torch.empty_like(self.o, memory_format=torch.contiguous_format)
-        final_state = None
-        if self.final_state is not None:
-            final_state = torch.empty_like(self.final_state, memory_format=torch.contiguous_format)
-        scratch = self.scratch.new_empty(self.scratch_bytes)
+    def run(self, inputs: Sequence[Tensor | None], cu_seqlens: Tensor | None) -> list[Tensor | None]:
+        """Results for inputs in the order in which they were recorded."""
         offsets = self.offsets if cu_seqlens is None else launch._int32(cu_seqlens)
-        addresses = [x.data_ptr() for x in (q, k, v, g, beta, initial_state, o, final_state, scratch) if x is not None]
+        memory: list[Tensor | None] = [x for x in inputs if x is not None]
+        addresses = [x.data_ptr() for x in inputs if x is not None]
         try:
-            table = self.free.pop()
+            tables = self.free.pop()
         except IndexError:  # none yet, or as many runs at a time as there are tables
-            table = Table(self.views, self.calls, self.device)
-        table.addresses[:] = array("Q", [addresses[n] + offset for n, offset in table.places])
-        for function, before, after in table.calls:
-            function(*before, offsets, *after)
-        self.free.append(table)
-        return o, final_state
+            tables = [Table(part, self.device) for part in self.parts]
+        for part, table in zip(self.parts, tables, strict=True):
+            for like in part.allocated:  # sizes as Python numbers would take longer to hand over than allocating takes
+                x = torch.empty_like(like, memory_format=torch.contiguous_format)
+                memory.append(x)
+                addresses.append(x.data_ptr())
+            table.addresses[:] = array("Q", [addresses[n] + offset for n, offset in table.places])
+            for function, before, after in table.calls:
+                function(*before, offsets, *after)
+            for n in part.freed:
+                memory[n] = None
+        self.free.append(tables)
+        return [self._result(memory, of) for of in self.results]
+
+    @staticmethod
+    def _result(memory: list[Tensor | None], of: tuple[int, torch.dtype] | None) -> Tensor | None:
+        if of is None:
+            return None
+        x = memory[of[0]]
+        return x if x is None or x.dtype == of[1] else x.to(of[1])
 
 
-class Memory:
-    """Finds where a tensor of the layout lies. What has a storage of its own, and is not known, is scratch memory."""
+class Place(NamedTuple):
+    """Where a storage of the layout lies in a run."""
 
-    def __init__(self, known: list[Tensor]) -> None:
-        self.known = [x.untyped_storage() for x in known]
-        self.scratch: list[tuple[torch.UntypedStorage, int]] = []  # and where they begin
-        self.bytes = 0
+    address: int
+    offset: int
 
-    def view(self, x: Tensor) -> View:
-        address, begin = self._find(x.untyped_storage())
-        return View(address, begin + x.storage_offset() * x.itemsize, tuple(x.shape), x.stride(), x.dtype)
 
-    def _find(self, storage: torch.UntypedStorage) -> tuple[int, int]:
-        for n, known in enumerate(self.known):
-            if known is storage:
-                return n, 0
-        for known, begin in self.scratch:
-            if known is storage:
-                return len(self.known), begin
-        begin = self.bytes
-        self.scratch.append((storage, begin))
-        self.bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        return len(self.known), begin
+Launched = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def record(problem: Problem, plan: Plan) -> Recording | None:
     """What `launch.forward` launches for a problem without h, or None if it would copy an input first.
 
-    Laid out on tensors without memory, one for each input: in a call two of them may be one. q, k and v of a run must be aligned to 16 bytes.
+    A run takes q, k, v, g, beta and the initial state, and returns o and the final state.
     """
-    inputs = {
-        name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        for name in INPUTS
-        if (x := getattr(problem, name)) is not None
-    }
+
+    def lay_out(inputs: list[Tensor | None], offsets: Tensor, kernel: Callable[..., Any]) -> list[Tensor | None]:
+        given = dict(zip(("q", "k", "v", "g", "beta", "initial_state"), inputs, strict=True))
+        results = launch.forward(replace(problem, cu_seqlens=offsets, **given), plan, kernel=kernel)
+        return [results.o, results.final_state]
+
+    p = problem
+    return _record(p, [p.q, p.k, p.v, p.g, p.beta, p.initial_state], lay_out, [p.v.dtype, torch.float32], 0)
+
+
+def record_backward(problem: Problem, plan: Plan, do: Tensor, dht: Tensor | None, sm_count: int) -> Recording | None:
+    """What `launch_backward.backward` launches from the inputs alone, or None if it would copy one first.
+
+    A run takes q, k, v, g, beta, the initial state, do and dht, and returns gradients in the order of `Backward`.
+    """
+
+    def lay_out(inputs: list[Tensor | None], offsets: Tensor, kernel: Callable[..., Any]) -> list[Tensor | None]:
+        *tensors, do, dht = inputs
+        given = dict(zip(("q", "k", "v", "g", "beta", "initial_state"), tensors, strict=True))
+        p = replace(problem, cu_seqlens=offsets, **given)
+        return list(launch_backward.raw_gradients(p, plan, do, dht, None, sm_count, kernel))
+
+    p = problem
+    inputs = [p.q, p.k, p.v, p.g, p.beta, p.initial_state]
+    dtypes = [torch.float32 if x is None else x.dtype for x in inputs]
+    # The gradients kernel, the last one, writes to memory that others have left.
+    return _record(p, [*inputs, do, dht], lay_out, dtypes, 1)
+
+
+def _record(
+    problem: Problem,
+    inputs: list[Tensor | None],
+    lay_out: Callable[[list[Tensor | None], Tensor, Callable[..., Any]], list[Tensor | None]],
+    dtypes: list[torch.dtype],
+    last: int,
+) -> Recording | None:
+    """lay_out: given inputs, offsets and what finds a kernel, launches kernels and returns results, of whose dtypes `dtypes` are to be made.
+
+    last: how many launches are a part of their own, before which the memory is free that they do not need.
+    Laid out on tensors without memory, one for each input: in a call two of them may be one. Tensors that tensor copy engines read must be
+    aligned to 16 bytes in a run.
+    """
+    stand_ins = [None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in inputs]
     batch_offsets = None
     if problem.cu_seqlens is None:
         batch_offsets = launch._even_offsets(problem.batch, problem.tokens, problem.q.device)
     offsets = torch.empty_like(problem.cu_seqlens if batch_offsets is None else batch_offsets, device="meta")
-    launched: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+    launched: list[Launched] = []
 
     def kernel(*key: Any) -> Callable[..., None]:
         return lambda *arguments: launched.append((launch._kernel(*key), arguments))
 
-    results = launch.forward(replace(problem, cu_seqlens=offsets, **inputs), plan, kernel=kernel)
-    outputs = [x for x in (results.o, results.final_state) if x is not None]
-    memory = Memory([*inputs.values(), *outputs])
-    calls = []
-    for function, arguments in launched:
-        at = next(n for n, x in enumerate(arguments) if isinstance(x, Tensor) and x.untyped_storage() is offsets.untyped_storage())
-        parts = (tuple(memory.view(x) if isinstance(x, Tensor) else x for x in part) for part in (arguments[:at], arguments[at + 1 :]))
-        calls.append(Call(function, *parts))
-    views = list(dict.fromkeys(x for call in calls for part in (call.before, call.after) for x in part if isinstance(x, View)))
-    if not {view.address for view in views}.issuperset(range(len(inputs))):
+    results = lay_out(stand_ins, offsets, kernel)
+    runs = [part for part in (launched[: len(launched) - last], launched[len(launched) - last :]) if part]
+    given = [x for x in stand_ins if x is not None]
+    places, allocated, freed = _places(runs, given, [x for x in results if x is not None], _key(offsets))
+    parts = []
+    for run, likes, gone in zip(runs, allocated, freed, strict=True):
+        calls = [_call(function, arguments, _key(offsets), places) for function, arguments in run]
+        views = list(dict.fromkeys(x for call in calls for part in (call.before, call.after) for x in part if isinstance(x, View)))
+        parts.append(Part(views, calls, [problem.v.new_empty((), dtype=x.dtype).expand(x.shape) for x in likes], gone))
+    if not {view.address for part in parts for view in part.views}.issuperset(range(len(given))):
         return None
-    o, *final_state = (problem.v.new_empty((), dtype=x.dtype).expand(x.shape) for x in outputs)
-    scratch = problem.v.new_empty(0, dtype=torch.uint8)
-    device = problem.q.device.index or 0
-    return Recording(views, calls, device, o, final_state[0] if final_state else None, scratch, memory.bytes, batch_offsets)
+    of = [None if x is None else (places[_key(x)].address, dtype) for x, dtype in zip(results, dtypes, strict=True)]
+    return Recording(parts, problem.q.device.index or 0, of, batch_offsets)
+
+
+def _places(
+    runs: list[list[Launched]], given: list[Tensor], results: list[Tensor], offsets: int
+) -> tuple[dict[int, Place], list[list[Tensor]], list[list[int]]]:
+    """Where every storage lies, and what each part allocates and frees. A result has memory of its own; the rest shares some, by first and last use."""
+    uses: dict[int, list[int]] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+    for n, run in enumerate(runs):
+        for _, arguments in run:
+            for x in arguments:
+                if isinstance(x, Tensor):
+                    uses.setdefault(_key(x), []).append(n)
+                    storages[_key(x)] = x.untyped_storage()
+    places = {_key(x): Place(n, 0) for n, x in enumerate(given)}
+    address = len(given)
+    allocated: list[list[Tensor]] = []
+    freed: list[list[int]] = [[] for _ in runs]
+    for n in range(len(runs)):
+        likes = [x for x in results if uses[_key(x)][0] == n]
+        for x in likes:
+            places[_key(x)] = Place(address, 0)
+            address += 1
+        for end in range(n, len(runs)):
+            scratch = [key for key, used in uses.items() if key not in places and key != offsets and (used[0], used[-1]) == (n, end)]
+            if scratch:
+                begin = 0
+                for key in scratch:
+                    places[key] = Place(address, begin)
+                    begin += -(-storages[key].nbytes() // ALIGNMENT) * ALIGNMENT
+                likes.append(torch.empty(begin, dtype=torch.uint8, device="meta"))
+                freed[end].append(address)
+                address += 1
+        allocated.append(likes)
+    return places, allocated, freed
+
+
+def _call(function: Callable[..., None], arguments: tuple[Any, ...], offsets: int, places: dict[int, Place]) -> Call:
+    at = next(n for n, x in enumerate(arguments) if isinstance(x, Tensor) and _key(x) == offsets)
+    before, after = (tuple(_view(x, places) if isinstance(x, Tensor) else x for x in part) for part in (arguments[:at], arguments[at + 1 :]))
+    return Call(function, before, after)
+
+
+def _view(x: Tensor, places: dict[int, Place]) -> View:
+    place = places[_key(x)]
+    return View(place.address, place.offset + x.storage_offset() * x.itemsize, tuple(x.shape), x.stride(), x.dtype)
+
+
+def _key(x: Tensor) -> int:
+    """Of the storage, while there is one."""
+    return x.untyped_storage()._cdata
