@@ -378,8 +378,16 @@ class Writer:
         self._records.append(record)
         self._line(record.model_dump(mode="json"))
 
+    @property
+    def measured(self) -> int:
+        """Records that came, of rows that were run: neither cut off nor such that cannot run here."""
+        not_run = ("interrupted", "missing", "unsupported")
+        return sum(record.status not in not_run for record in self._records[len(self._run.records) :])
+
     def finish(self, *, interrupted: bool = False, order: Sequence[tuple[str, str]] = ()) -> Run:
         """Write the final JSON in one atomic step, remove the part file, and return the run.
+
+        A run that was interrupted before it measured anything leaves a file that is there as it is.
 
         order: case id and backend of the records, where they did not come in that order.
         """
@@ -387,7 +395,8 @@ class Writer:
         records = sorted(self._records, key=lambda record: place.get((record.case_id, record.backend), len(place)))
         run = self._run.model_copy(update={"finished": now(), "interrupted": interrupted, "records": records})
         if self._file is not None and self._path is not None and self.part is not None:
-            write(self._path, to_json(run))
+            if self.measured or not (interrupted and self._path.exists()):
+                write(self._path, to_json(run))
             self.part.unlink(missing_ok=True)
             self._file.close()
             if not interrupted:

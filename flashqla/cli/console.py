@@ -89,12 +89,12 @@ class Bar(Progress):
 
     def step(self, text: str) -> None:
         self._pace.step()
-        self._bar.update(self._task, advance=1, description=text, left=self._pace.left())
+        self._bar.update(self._task, advance=1, description=_shown(text), left=self._pace.left())
 
     def tell(self, text: str, compiling: bool) -> None:
         self._pace.turn(compiling)
         if text:
-            self._bar.update(self._task, description=text)
+            self._bar.update(self._task, description=_shown(text))
 
 
 class Lines(Progress):
@@ -172,9 +172,10 @@ def progress(total: int, *, quiet: bool) -> Iterator[Progress]:
     from rich.table import Column
 
     left = TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True))
-    text = TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1))  # what does not fit is cut off
+    cut_off = Column(no_wrap=True, ratio=1)
+    text = TextColumn("{task.description}", markup=False, table_column=cut_off)  # names may have brackets
     columns = (MofNCompleteColumn(), BarColumn(10), TimeElapsedColumn(), left, text)
-    screen = Console(stderr=True)
+    screen = Console(stderr=True, markup=False, emoji=False, highlight=False)  # what others print stays as it is
     with RichProgress(*columns, console=screen, transient=True, redirect_stdout=False, expand=True) as bar:
         yield Bar(bar, total)
 

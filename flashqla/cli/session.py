@@ -66,7 +66,7 @@ def run(
     """Run `loop`, keeping each record it gives, then print the table (or JSON) and exit with the code of the outcome.
 
     Files are proved writable before the loop starts. Ctrl-C and SIGTERM end the loop; what it gave so far is kept and
-    printed.
+    printed. Before it gave anything they leave files that are there as they are.
 
     note    what to tell before the loop starts
     rows    case id and backend of every record of the run, in order
@@ -108,6 +108,7 @@ def run(
             except KeyboardInterrupt:
                 stopped = True
             with signals.handled(signal.SIG_IGN):  # it takes a moment
+                spared = [file for file in (path, out) if file and file.exists() and stopped and not writer.measured]
                 finished = writer.finish(interrupted=stopped, order=rows)
         except Exception:
             if writer.part:
@@ -115,19 +116,26 @@ def run(
             raise
         table = render(finished)
         try:
-            if out:
+            if out and out not in spared:
                 write(out, table)
         finally:
             console.result(to_json(finished) if json == "-" else table)
         if stopped:
-            count = sum(record.status != "interrupted" for record in finished.records)
-            then = f"go on with: {_command(path)}" if path else "--json PATH would let a later run go on with them"
+            for file in spared:
+                console.note(f"no row was measured, and {file} is left as it was")
+            left = header if path in spared else finished
+            count = sum(record.status != "interrupted" for record in left.records)
+            then = "--json PATH would let a later run go on with them"
+            if path in spared and not resume:  # what is there is of another run
+                then = f"begin again with: {_command()}"
+            elif path:
+                then = f"go on with: {_command(records.whole(resume) if path in spared and resume else path)}"
             console.hint(f"interrupted: {count} of {len(rows)} rows are kept; {then}")
     raise typer.Exit(exit_code(finished, strict=strict))
 
 
-def _command(path: Path) -> str:
-    """This command, to be resumed from `path`."""
+def _command(resume: Path | None = None) -> str:
+    """This command, to go on with the run at `resume`, or to begin anew."""
     arguments = iter(sys.argv[1:])
     words = []
     for argument in arguments:
@@ -135,7 +143,7 @@ def _command(path: Path) -> str:
             next(arguments, None)
         elif not argument.startswith("--resume="):
             words.append(argument)
-    return shlex.join(["flashqla", *words, "--resume", str(path)])
+    return shlex.join(["flashqla", *words, *(["--resume", str(resume)] if resume else [])])
 
 
 def exit_code(run: Run, *, strict: bool = False) -> int:

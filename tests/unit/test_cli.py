@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib.machinery import ModuleSpec
+from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, TextIO
@@ -757,6 +759,72 @@ def test_a_signal_while_the_file_is_opened_leaves_no_part_of_it(
 
 
 @pytest.mark.usefixtures("handler_of_before")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("rows", [[], ["interrupted", "interrupted"], ["interrupted", "missing"]], ids=",".join)
+def test_a_signal_before_the_first_row_leaves_files_as_they_are(
+    layers: Layers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    absent: Make,
+    number: signal.Signals,
+    rows: list[str],
+) -> None:
+    path, out = tmp_path / "run.json", tmp_path / "run.txt"
+    command = argv(monkeypatch, "verify", "--suite", "smoke", "--json", str(path), "--out", str(out))
+    assert invoke(*command).exit_code == 0
+    before = path.read_bytes(), out.read_bytes()
+
+    def stop(count: int) -> None:
+        if count == len(rows):
+            signal.raise_signal(number)
+
+    layers.before = stop
+    statuses = iter(rows * 2)
+    layers.answer = lambda case, backend: absent(case, backend, next(statuses), command="verify")
+    result = invoke(*command)
+    assert result.exit_code == 130
+    assert (path.read_bytes(), out.read_bytes()) == before
+    assert sorted(tmp_path.iterdir()) == [path, out]
+    assert result.stderr.splitlines()[-3:] == [
+        f"note: no row was measured, and {path} is left as it was",
+        f"note: no row was measured, and {out} is left as it was",
+        f"hint: interrupted: 0 of 12 rows are kept; begin again with: {shlex.join(['flashqla', *command])}",
+    ]
+    out.unlink()
+    assert invoke(*command).exit_code == 130
+    assert path.read_bytes() == before[0]
+    assert out.exists()  # as where there was none before
+
+
+@pytest.mark.parametrize("other", [False, True])  # whether --json names the file of another run
+def test_a_signal_before_the_first_row_of_a_resumed_run_loses_nothing(
+    layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: Make, other: bool
+) -> None:
+    def stop_at(row: int) -> None:
+        layers.before = lambda count: signal.raise_signal(signal.SIGINT) if count == row else None
+
+    path, elsewhere = tmp_path / "run.json", tmp_path / "other.json"
+    good = layers.answer
+    bad = partial(absent, status="oom", command="verify")
+    layers.answer = lambda case, backend: bad(case, backend) if backend == "fla" else good(case, backend)
+    stop_at(5)
+    command = argv(monkeypatch, "verify", "--suite", "smoke", "--json", str(path))
+    invoke(*command)
+    assert [record.status for record in read(path).records] == ["ok", "oom", "ok", "oom", "ok"]
+    before = path.read_bytes()
+    if other:
+        elsewhere.write_bytes(before)
+        command = ("verify", "--suite", "smoke", "--json", str(elsewhere))
+    stop_at(0)
+    result = invoke(*argv(monkeypatch, *command, "--resume", str(path)))
+    assert result.exit_code == 130
+    assert path.read_bytes() == before
+    assert not other or elsewhere.read_bytes() == before
+    again = shlex.join(["flashqla", *command, "--resume", str(path)])
+    assert result.stderr.endswith(f"hint: interrupted: 3 of 12 rows are kept; go on with: {again}\n")
+
+
+@pytest.mark.usefixtures("handler_of_before")
 def test_a_second_signal_at_once_is_the_first_one(
     layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1024,6 +1092,26 @@ def test_progress_on_a_terminal_says_what_is_done(monkeypatch: pytest.MonkeyPatc
         {"advance": 1, "description": "one", "left": "0:00:20 left"},
         {"description": "two"},
     ]
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("text", ["[red]x[/]", "[/x]", ":smile:"])
+def test_brackets_on_a_terminal_are_brackets(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    for name, value in {"TERM": "xterm", "COLUMNS": "80", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with console.progress(2, quiet=False) as progress:
+        progress.tell(f"compiling {text}", True)
+        progress.step(f"done {text}\033[31m")
+        sys.stderr.write(f"printed {text}")
+        sys.stderr.flush()  # a line that is not at its end yet
+    shown = terminal.getvalue()
+    assert f"done {text}\N{REPLACEMENT CHARACTER}[31m" in shown
+    assert f"printed {text}" in shown
 
 
 def test_time_left_leaves_compiling_out() -> None:

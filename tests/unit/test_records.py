@@ -95,6 +95,26 @@ def test_the_final_file_replaces_an_older_one_only_at_the_end(
     assert read(path).interrupted
 
 
+def test_a_run_that_measured_nothing_replaces_no_file(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record], absent: Callable[..., Record]
+) -> None:
+    path = tmp_path / "run.json"
+    for began_with in ([], [timed(CASE, "flashqla", 0.5)]):
+        path.write_text("old")
+        writer = Writer(path, make_run(*began_with))
+        writer.append(absent(CASE, "fla", "interrupted"))
+        writer.append(absent(CASE, "flash-qla", "missing"))
+        assert writer.finish(interrupted=True).interrupted
+        assert path.read_text() == "old"
+        assert [*tmp_path.iterdir()] == [path]
+    path.unlink()
+    Writer(path, make_run()).finish(interrupted=True)
+    assert read(path).interrupted
+    path.write_text("old")
+    Writer(path, make_run()).finish()  # all that was wanted was there before
+    assert not read(path).interrupted
+
+
 def test_a_killed_run_leaves_readable_rows(
     tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record]
 ) -> None:
