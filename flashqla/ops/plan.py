@@ -61,6 +61,7 @@ MOST_SEQUENCES = 65535  # rows of a grid
 # Beyond this many sequences and segments the SMs are evenly loaded, and scheduling them would cost host time.
 SCHEDULED_RUNS = 64
 LONG_PACK = 1024  # sequences
+LONGEST_FIRST = 32  # sequences: so many start in order of their lengths, if whole (longest_first in segments.cuh)
 
 Pack = Sequence[tuple[int, int]]  # chunks of a sequence or segment, and how many such there are
 
@@ -126,7 +127,8 @@ def make(
         seqlens = (-(-tokens // max(sequences, 1)),) * sequences
     # Of no sequence, as of empty ones, every plan is as good.
     pack, costs = _pack(seqlens or (0,)), COSTS[direction]
-    v_tile, us, tile_reason = _choose_v_tile(pack, hv, sm_count, costs)
+    started = sorted(pack, reverse=True) if _size(pack) <= LONGEST_FIRST else pack
+    v_tile, us, tile_reason = _choose_v_tile(started, hv, sm_count, costs)
     split = _choose_split(pack, tokens // CHUNK, hv, sm_count, us, costs) if auto_cp else (0, "auto_cp is off")
     segment_chunks, split_reason = split
     if segment_chunks:
