@@ -13,8 +13,8 @@ Cost    per chunk and value head 5 products of 64x64x128 and 66 KB of HBM forwar
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form; its derivative
 
 Either is the other run backwards, and both are the core of the forward kernel: a state warpgroup keeps 64 columns of the state in fp32 registers,
-transposed, and feeds everything to wgmma as the operand from registers. Neither needs the other: the reverse kernel starts while the forward one
-runs, and waits for it at its end, so that whoever waits for the reverse kernel has both.
+transposed, and feeds everything to wgmma as the operand from registers. Neither needs the other: the forward kernel, which takes less time, starts
+while the reverse one runs, and waits for it at its end, so that whoever waits for the forward kernel has both.
 
 A third kind, the summary, is the reverse recurrence over a segment from 0: it writes what leaves the segment to starts, for the scan, and nothing
 else. It leaves out chunks that the gate forgets, and the first segment, from which nothing follows.
@@ -67,7 +67,7 @@ REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
 def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     """The kernel for tokens in `dtype` and entering states in `state_dtype`; kind is forward, reverse or summary, v_tile is 64 or 128."""
-    reverse, summary = kind != "forward", kind == "summary"
+    reverse, summary, leads = kind != "forward", kind == "summary", kind == "reverse"
     groups = v_tile // TILE
     slices = HEAD_DIM // v_tile
     state_registers, score_registers, service_registers = REGISTERS[reverse, groups]
@@ -348,9 +348,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                         is_inner = 1
                 else:
                     chunks = 0
-            if not reverse:
-                T.pdl_sync()  # until what the inverse kernel wrote is there
-                T.pdl_trigger()  # by then it is there for the reverse kernel too
+            if leads:
+                T.pdl_sync()  # until what the kernels before wrote is there
+                T.pdl_trigger()  # by then it is there for the forward kernel too
             x = SimpleNamespace(
                 q=q, k=k, v=v, A=A, records=records, entering=entering, leaving=leaving, starts=starts,
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
@@ -383,7 +383,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 elif tx < STORE_END:
                     if not summary:
                         store(x, states, y)
-            if reverse:
-                T.pdl_sync()  # until the forward kernel has ended: whoever waits for this one needs both
+            if not leads:
+                T.pdl_sync()  # until the kernel beside this one has ended: whoever waits for this one needs both
 
     return gated_delta_chain
