@@ -194,9 +194,9 @@ def test_chain(arguments: tuple[str, int, str, str]) -> None:
     assert found["UTMASTG"] == writes * groups * (2 + 1)  # the state and y
     assert found["BAR"] == built.source.count("__syncthreads()") == 1
     assert built.source.count("cudaGridDependencySynchronize()") == 1
-    # The reverse kernel waits for the forward one after all roles; the forward one for the inverse kernel before them.
+    # The reverse kernel waits for those before it; the others, after all roles, for the one beside them.
     before_roles = built.source.index("cudaGridDependencySynchronize()") < built.source.index("warpgroup_reg_")
-    assert before_roles == (not reverse)
+    assert before_roles == (kind == "reverse")
     fence = r"[^;]*; tl::fence_proxy_async\(\); "
     guard = r"(?:\} if \([^;{]*\) \{ )?"  # TileLang repeats a condition around each statement under it
     handed_out = rf"store_tiles\([^;]*; {guard}tl::fence_proxy_async\(\); {guard}s_ready[^;]*arrive\(\);"
