@@ -29,38 +29,39 @@ KERNEL_DTYPES = ("bfloat16", "float16")
 class Costs(NamedTuple):
     """What the choice of tiles and segments knows of the kernels of a direction, in microseconds.
 
-    recurrences: kernels that run through the chunks side by side. cta: for a CTA of one to start and to end, its states
-    read and written. chunk: per chunk of it, one CTA per SM, by columns of V in a CTA. summary_cta, summary_chunk: the
+    cta: for a CTA to start and to end, its states read and written. chunk: per chunk of it, one CTA per SM, by columns
+    of V in a CTA, for each of the recurrences that run side by side as they start. summary_cta, summary_chunk: the
     same where it summarises a segment. scan_segment: per segment of the scans. split: for the launches that splitting
-    adds.
+    adds. gain: of the estimate without; where most heads forget, a split must promise more than estimates are off.
     """
 
-    recurrences: int
     cta: float
-    chunk: dict[Literal[64, 128], float]
+    chunk: tuple[dict[int, float], ...]
     summary_cta: float
     summary_chunk: float
     scan_segment: float
     split: float
+    gain: float
 
 
 # Forward: fitted to 198 shapes, whole and split, measured on an H200 (docs/performance-log.md), where it is off by 3
-# percent. Half the columns do not halve the time, as scores and gates are repeated. Backward: measured for the slower
-# recurrence, the reverse one; the other has as many CTAs. Its gradients kernel costs the same either way.
+# percent. Half the columns do not halve the time, as scores and gates are repeated. Backward: fitted to 32 shapes
+# in the same way, off by 3 percent; its gradients kernel costs the same whatever the plan, and is left out. The forward
+# recurrence, the second one, is mostly in the shadow of the other, and counts for less than it takes alone.
 COSTS: dict[Direction, Costs] = {
-    "forward": Costs(1, 5.1, {128: 1.78, 64: 1.11}, 6.6, 0.91, 1.7, 4.8),
-    "backward": Costs(2, 5.1, {128: 2.15, 64: 1.5}, 13.0, 2.2, 3.5, 10.0),
+    "forward": Costs(5.1, ({128: 1.78, 64: 1.11},), 6.6, 0.91, 1.7, 4.8, 0.97),
+    "backward": Costs(4.7, ({128: 2.66, 64: 1.39}, {128: 1.09, 64: 0.57}), 10.4, 1.0, 4.1, 11.8, 0.95),
 }
 SUMMARY_PARTS = 2  # CTAs of a segment and head where nothing is forgotten
 LASTING_HEADS = 4  # in trained models about one head in so many keeps what it knows beyond a segment
 FORGETTING_CHUNKS = 8  # at the end of a segment are enough for a head that forgets
 SEGMENTS = (2, 3, 4, 5, 6, 8, 11, 16, 22, 32)  # of the longest sequence
 SHORTEST_SEGMENT = 8  # chunks
-SPLIT_GAIN = 0.97  # of the estimate without: where most heads forget, a split must promise more than estimates are off
 MOST_SEQUENCES = 65535  # rows of a grid
 # Beyond this many sequences and segments the SMs are evenly loaded, and scheduling them would cost host time.
 SCHEDULED_RUNS = 64
 LONG_PACK = 1024  # sequences
+LONGEST_FIRST = 32  # sequences: so many start in order of their lengths, if whole (longest_first in segments.cuh)
 
 Pack = Sequence[tuple[int, int]]  # chunks of a sequence or segment, and how many such there are
 
@@ -126,7 +127,8 @@ def make(
         seqlens = (-(-tokens // max(sequences, 1)),) * sequences
     # Of no sequence, as of empty ones, every plan is as good.
     pack, costs = _pack(seqlens or (0,)), COSTS[direction]
-    v_tile, us, tile_reason = _choose_v_tile(pack, hv, sm_count, costs)
+    started = sorted(pack, reverse=True) if _size(pack) <= LONGEST_FIRST else pack
+    v_tile, us, tile_reason = _choose_v_tile(started, hv, sm_count, costs)
     split = _choose_split(pack, tokens // CHUNK, hv, sm_count, us, costs) if auto_cp else (0, "auto_cp is off")
     segment_chunks, split_reason = split
     if segment_chunks:
@@ -176,11 +178,11 @@ def _choose_v_tile(pack: Pack, hv: int, sm_count: int, costs: Costs) -> tuple[Li
     scheduled = _size(full) <= SCHEDULED_RUNS
     whole, half = (
         _critical_us(
-            [(n * us + costs.cta, count * costs.recurrences * hv * HEAD_DIM // tile) for n, count in full],
+            [(n * us[tile] + costs.cta, count * hv * HEAD_DIM // tile) for us in costs.chunk for n, count in full],
             sm_count,
             scheduled,
         )
-        for tile, us in costs.chunk.items()
+        for tile in (128, 64)
     )
     v_tile: Literal[64, 128] = 64 if half < whole else 128
     pairs = f"{_size(pack)} sequences or segments x {hv} v-heads on {sm_count} SMs"
@@ -220,7 +222,7 @@ def _choose_split(
             )
             for lasting in (hv, -(-hv // LASTING_HEADS))
         )
-        if rest_us + worst_us < unsplit_us and rest_us + typical_us < SPLIT_GAIN * unsplit_us:
+        if rest_us + worst_us < unsplit_us and rest_us + typical_us < costs.gain * unsplit_us:
             promised[size] = rest_us + typical_us
     if not promised:
         return 0, f"sequences stay whole: an estimated {unsplit_us:.0f} us"

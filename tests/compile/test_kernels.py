@@ -58,6 +58,8 @@ CHAIN = {  # kind, v_tile, dtype, state_dtype
     "forward-64-fp16-state": ("forward", 64, "float16", "float16"),
     "forward-128-bf16-state": ("forward", 128, "bfloat16", "bfloat16"),
     "reverse-128-fp16-state": ("reverse", 128, "float16", "float16"),
+    "reverse-64-fp16": ("reverse", 64, "float16", "float32"),
+    "summary-128-fp16": ("summary", 128, "float16", "float32"),
 }
 GRADIENTS = {  # dtype, l2norm
     "bf16": ("bfloat16", False),
@@ -179,7 +181,7 @@ def test_scan(dtype: str, reverse: bool) -> None:
 @pytest.mark.parametrize("arguments", CHAIN.values(), ids=CHAIN)
 def test_chain(arguments: tuple[str, int, str, str]) -> None:
     built = build("chain", *arguments)
-    kind, v_tile, _, _ = arguments
+    kind, v_tile, dtype, _ = arguments
     groups, reverse, writes = v_tile // 64, kind != "forward", kind != "summary"
     state, score, service = import_module("flashqla.ops.kernels.chain").REGISTERS[reverse, groups]
     assert_nothing_was_given_up(built)
@@ -194,9 +196,10 @@ def test_chain(arguments: tuple[str, int, str, str]) -> None:
     assert found["UTMASTG"] == writes * groups * (2 + 1)  # the state and y
     assert found["BAR"] == built.source.count("__syncthreads()") == 1
     assert built.source.count("cudaGridDependencySynchronize()") == 1
-    # The reverse kernel waits for the forward one after all roles; the forward one for the inverse kernel before them.
+    # The reverse kernel waits for those before it; the others, after all roles, for the one beside them.
     before_roles = built.source.index("cudaGridDependencySynchronize()") < built.source.index("warpgroup_reg_")
-    assert before_roles == (not reverse)
+    assert before_roles == (kind == "reverse")
+    assert built.source.count("scale_in_place(") == 2 * groups * (reverse and dtype == "float16")
     fence = r"[^;]*; tl::fence_proxy_async\(\); "
     guard = r"(?:\} if \([^;{]*\) \{ )?"  # TileLang repeats a condition around each statement under it
     handed_out = rf"store_tiles\([^;]*; {guard}tl::fence_proxy_async\(\); {guard}s_ready[^;]*arrive\(\);"

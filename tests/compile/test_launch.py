@@ -204,7 +204,7 @@ def test_backward_arguments_are_as_declared(calls: list[tuple[Key, tuple[Any, ..
     results = run_backward(**options)
     kernels = (plan.SPLIT_KERNELS if options.get("lengths") == (20000,) else plan.KERNELS)["backward"]
     assert [key[0] for key, _ in calls] == [("records" if options.get("saved") else "inverse"), *kernels[1:]]
-    assert [key[1] for key, _ in calls if key[0] == "chain"][-2:] == ["forward", "reverse"]
+    assert [key[1] for key, _ in calls if key[0] == "chain"][-2:] == ["reverse", "forward"]
     assert_arguments(calls, {("chain", f"{name}_handle") for name in ("q", "leaving", "states", "y")})
     gate_dtype = options.get("gate_dtype", torch.float32)
     assert results.dbeta.dtype == gate_dtype

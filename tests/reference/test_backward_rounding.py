@@ -1,7 +1,8 @@
 """What the backward kernels compute, in PyTorch: their algebra, and what they round to 16 bits on the way.
 
     chain, forward   S as an operand; W, U and decay_C / decay U
-    chain, reverse   dS as an operand; P; dU; E and scale decay dO; beta dY, which is what gradients reads of dY
+    chain, reverse   dS as an operand; P; dU; E and scale decay dO, in fp16 without the decay of the first token;
+                     beta dY, which is what gradients reads of dY
     gradients        Z and X; S of every second chunk, and decay_C / decay U for it; everything else comes from tensors
                      of the others, and is summed in float32
 
@@ -64,8 +65,9 @@ def backward(
             dU = rounded(f["key_decay"] * (f["k"] @ dS_in) + f["P"].mT @ do_c, dtype)
             dY = f["A"].mT @ dU
             errors.append((dS_in, rounded(torch.where(f["beta"].abs() < SMALL_BETA, 1.0, f["beta"]) * dY, dtype)))
-            dS = f["chunk_decay"] * dS + f["q"].mT @ rounded(f["out_scale"] * do_c, dtype)
-            dS = dS - f["k"].mT @ rounded(f["beta_decay"] * dY, dtype)
+            first = f["decay_taken_out"]
+            dS = f["chunk_decay"] / first * dS + f["q"].mT @ rounded(f["out_scale"] / first * do_c, dtype)
+            dS = (dS - f["k"].mT @ rounded(f["beta_decay"] / first * dY, dtype)) * first
         found["dinitial_state"].append(dS)
         if stages is not None:
             stages += [(*a, *b) for a, b in zip(entering, reversed(errors), strict=True)]
@@ -122,6 +124,7 @@ def chunk_factors(
         "out_scale": (scale * G.exp() * rq)[..., None],
         "key_decay": ((G[..., -1:] - G).exp() * rk)[..., None],
         "chunk_decay": G[..., -1:].exp()[..., None],
+        "decay_taken_out": (G[..., :1] if dtype == torch.float16 else torch.zeros(())).exp()[..., None],
     }
 
 
@@ -206,3 +209,14 @@ def test_every_second_state_is_enough(make_problem, monkeypatch, gate, keys):
     for name, worse in {"dq": 1.1, "dk": 1.05, "dbeta": 1.05, "dg": 1.25}.items():
         errors = [torch.linalg.vector_norm(x[name] - truth[name]) for x in (found, with_all)]
         assert errors[0] < worse * errors[1], f"{name}: {errors[0] / errors[1]:.3f}"
+
+
+def test_a_gradient_of_the_initial_state_that_fp16_cannot_hold(make_problem):
+    problem = make_problem([130, 64], hk=1, hv=2, key_dim=128, value_dim=128, gate="strong", dtype=torch.float16)
+    a = problem.arguments
+    a["g"], a["beta"] = a["g"].float(), a["beta"].float()
+    truth = chunk_gated_delta_rule_backward(**a, do=problem.do, dht=problem.dht, dtype=torch.float64).dinitial_state
+    found = backward(a, problem.do, problem.dht, False)["dinitial_state"]
+    for x, expected in zip(found.flatten(0, 1), truth.flatten(0, 1), strict=True):  # of each head
+        assert expected.abs().max() < 2.0**-14
+        assert torch.linalg.vector_norm(x - expected) < 1e-2 * torch.linalg.vector_norm(expected)

@@ -1,6 +1,7 @@
 """What runs, with which tiles, and that the plan says why. No torch, no GPU."""
 
 import random
+import re
 import subprocess
 import sys
 import time
@@ -107,6 +108,18 @@ def test_few_sequences_stay_in_order_and_many_are_counted():
     assert plan._pack((65, 0, 1, 65)) == [(2, 1), (1, 1), (2, 1), (0, 1)]
     assert plan._pack((0,) * 1000 + (64,) * 64) == [(1, 1)] * 64 + [(0, 1000)]
     assert sorted(plan._pack((64, 100, 1, 0, 65) * 20)) == [(0, 20), (1, 40), (2, 40)]
+
+
+def estimated(seqlens):
+    whole = plan.make(hv=32, seqlens=seqlens, auto_cp=False).why
+    return float(re.search(r"an estimated (\d+) us with V whole", whole)[1])
+
+
+def test_whole_sequences_start_with_the_longest_where_they_are_few():
+    short, long = (4096,) * 7, (28672,)
+    assert estimated(short + long) == estimated(long + short)
+    many = (4096,) * plan.LONGEST_FIRST
+    assert estimated(many + long) > estimated(long + many)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

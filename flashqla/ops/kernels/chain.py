@@ -13,8 +13,11 @@ Cost    per chunk and value head 5 products of 64x64x128 and 66 KB of HBM forwar
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form; its derivative
 
 Either is the other run backwards, and both are the core of the forward kernel: a state warpgroup keeps 64 columns of the state in fp32 registers,
-transposed, and feeds everything to wgmma as the operand from registers. Neither needs the other: the reverse kernel starts while the forward one
-runs, and waits for it at its end, so that whoever waits for the reverse kernel has both.
+transposed, and feeds everything to wgmma as the operand from registers. Neither needs the other: the forward kernel, which takes less time, starts
+while the reverse one runs, and waits for it at its end, so that whoever waits for the forward kernel has both.
+
+In fp16 the reverse recurrence takes the decay of a chunk's first token out of its factors, and multiplies dS with it last: where gates are strong,
+scale decay Q and beta decay K have no elements that fp16 could hold, while the first token decides what dS is.
 
 A third kind, the summary, is the reverse recurrence over a segment from 0: it writes what leaves the segment to starts, for the scan, and nothing
 else. It leaves out chunks that the gate forgets, and the first segment, from which nothing follows.
@@ -35,12 +38,15 @@ from flashqla.ops.kernels.common import (
     BETA_DECAY,
     CHUNK,
     CHUNK_DECAY,
+    COL_LOG,
     FORGOTTEN,
     HEAD_DIM,
     HOPPER,
     KEY_DECAY,
+    KEY_LOG,
     MANUAL_ROLES,
     OUT_SCALE,
+    ROW_LOG,
     SMALL_BETA,
     TILE,
     WARP,
@@ -67,9 +73,10 @@ REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
 def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     """The kernel for tokens in `dtype` and entering states in `state_dtype`; kind is forward, reverse or summary, v_tile is 64 or 128."""
-    reverse, summary = kind != "forward", kind == "summary"
+    reverse, summary, leads = kind != "forward", kind == "summary", kind == "reverse"
     groups = v_tile // TILE
     slices = HEAD_DIM // v_tile
+    first_apart = reverse and dtype == "float16"  # the decay of a chunk's first token
     state_registers, score_registers, service_registers = REGISTERS[reverse, groups]
     ctas_per_sm = 2 if not reverse and groups == 1 else 1
     STATE_END = groups * WARP_GROUP
@@ -156,6 +163,13 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             release(x, x.qk_free, s)
 
     @T.macro
+    def decay_gradient(dS, first, s, i, x):
+        if first_apart:
+            T.call_extern("handle", "flashqla::scale_in_place", dS.data, T.exp2(x.record_smem[s, CHUNK_DECAY, 1] - first))
+        else:
+            decay_state(dS, i, x)
+
+    @T.macro
     def state_reverse(x, w):
         """P^T dO runs beside K dS where there are registers for both, and Q^T dO under the conversion of dY: off the path from state to state."""
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
@@ -174,10 +188,11 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             load_v(dO, i, x, w)
             T.barrier_wait(x.p_ready[p], (i // STAGES) & 1)
             T.copy(x.record_smem[s, KEY_DECAY, :], factor)
+            first: T.float32 = (x.record_smem[s, KEY_LOG, 0] + x.record_smem[s, COL_LOG, 0]) * 0.5 if first_apart else 0.0
             if groups == 1:
                 output_part = T.alloc_fragment((TILE, CHUNK), "float32")
                 T.wgmma_gemm(dO, x.p_smem[p, :, :], output_part, clear_accum=True)
-                decay_state(S, i, x)
+                decay_gradient(S, first, s, i, x)
                 T.wait_wgmma(0)
                 for v, t in T.Parallel(TILE, CHUNK):
                     W[v, t] = X[v, t] * factor[t] + output_part[v, t]
@@ -186,18 +201,30 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 for v, t in T.Parallel(TILE, CHUNK):
                     X[v, t] = X[v, t] * factor[t]
                 T.wgmma_gemm(dO, x.p_smem[p, :, :], X)
-                decay_state(S, i, x)
+                decay_gradient(S, first, s, i, x)
                 T.wait_wgmma(0)
                 T.copy(X, W)
             release(x, x.p_free, p)
             T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
-            scale_columns(dO, dO, OUT_SCALE, i, x)
+            if first_apart:
+                T.copy(x.record_smem[s, ROW_LOG, :], factor)
+                for t in T.Parallel(CHUNK):
+                    factor[t] = T.exp2(factor[t] - first) * x.scale
+                for v, t in T.Parallel(TILE, CHUNK):
+                    dO[v, t] = dO[v, t] * factor[t]
+            else:
+                scale_columns(dO, dO, OUT_SCALE, i, x)
             T.wgmma_gemm(dO, x.q_smem[s, :, :], S)
             if not summary:
                 hand_out_state(S_in, i, x, w)
             T.wait_wgmma(1)  # dY; Q^T dO goes on
             T.barrier_arrive(x.va_free[p])
-            T.copy(x.record_smem[s, BETA_DECAY, :], factor)
+            if first_apart:
+                T.copy(x.record_smem[s, KEY_LOG, :], factor)
+                for t in T.Parallel(CHUNK):
+                    factor[t] = T.exp2(factor[t] - first) * x.record_smem[s, BETA, t]
+            else:
+                T.copy(x.record_smem[s, BETA_DECAY, :], factor)
             for v, t in T.Parallel(TILE, CHUNK):
                 W[v, t] = -X[v, t] * factor[t]
             T.wgmma_gemm(W, x.k_smem[s, :, :], S)
@@ -209,6 +236,8 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 hand_out_y(dO, i, x, w)
             T.wait_wgmma(0)
             release(x, x.qk_free, s)
+            if first_apart:
+                T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first))
         write_state(S, x, w)
 
     @T.macro
@@ -348,9 +377,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                         is_inner = 1
                 else:
                     chunks = 0
-            if not reverse:
-                T.pdl_sync()  # until what the inverse kernel wrote is there
-                T.pdl_trigger()  # by then it is there for the reverse kernel too
+            if leads:
+                T.pdl_sync()  # until what the kernels before wrote is there
+                T.pdl_trigger()  # by then it is there for the forward kernel too
             x = SimpleNamespace(
                 q=q, k=k, v=v, A=A, records=records, entering=entering, leaving=leaving, starts=starts,
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
@@ -358,7 +387,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, segment=segment, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
                 slot=slot, pair=found[PAIR], chunks_before=index * segment_chunks, bos=first, length=length, chunks=chunks, is_first=index == 0, is_inner=is_inner,
-                has_entering=has_entering, has_leaving=has_leaving,
+                has_entering=has_entering, has_leaving=has_leaving, scale=scale,
             )
             if tx < WARP_GROUP:
                 T.inc_max_nreg(state_registers)
@@ -383,7 +412,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 elif tx < STORE_END:
                     if not summary:
                         store(x, states, y)
-            if reverse:
-                T.pdl_sync()  # until the forward kernel has ended: whoever waits for this one needs both
+            if not leads:
+                T.pdl_sync()  # until the kernel beside this one has ended: whoever waits for this one needs both
 
     return gated_delta_chain

@@ -98,12 +98,12 @@ def raw_gradients(
         )
         kernel("scan", dtype)(offsets, starts, transitions, forgets, tokens, step, segments, sequences)
         kernel("scan", dtype, True)(offsets, dstarts, transitions, forgets, tokens, step, segments, sequences)
-    kernel("chain", "forward", plan.v_tile, dtype, DTYPES[initial.dtype])(
-        None, k, v, A, records, offsets, initial, states, u, None, starts, p.scale, group, step, segments, has_initial, 0,
-    )
     kernel("chain", "reverse", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
         q, k, do, A, records, offsets, dfinal, dstates, dv, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
         p.scale, group, step, segments, has_dht, has_dinitial,
+    )
+    kernel("chain", "forward", plan.v_tile, dtype, DTYPES[initial.dtype])(
+        None, k, v, A, records, offsets, initial, states, u, None, starts, p.scale, group, step, segments, has_initial, 0,
     )
     del A, starts, dstarts  # what comes next may lie where they lay: it is written when those who read them have ended
     dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))

@@ -11,11 +11,25 @@ __device__ __forceinline__ int owner(const int* offsets, int step, int sequences
   return low;
 }
 
-// A segment, of chunks_each chunks of a sequence or, if that is 0, a whole sequence, which has the slot that `owner` knows it by. In a vector: its
+// The sequence that comes as `rank`-th when the longest comes first; of more than 32, the one of that index. CTAs start in the order of the grid, and
+// a long one that starts last would run when the others have ended. By all lanes of a warp; in every warp the same.
+__device__ __forceinline__ int longest_first(const int* offsets, int step, int sequences, int rank) {
+  if (sequences > 32) return rank;
+  const int lane = threadIdx.x & 31;
+  const int length = lane < sequences ? offsets[(lane + 1) * step] - offsets[lane * step] : 0;
+  int before = 0;
+  for (int n = 0; n < sequences; ++n) {
+    const int other = __shfl_sync(~0u, length, n);
+    before += other > length || (other == length && n < lane);
+  }
+  return __ffs(__ballot_sync(~0u, lane < sequences && before == rank)) - 1;
+}
+
+// A segment, of chunks_each chunks of a sequence or, if that is 0, a whole sequence, the longest first. In a vector: its
 // sequence; which segment of that it is; its first token, its number of tokens, and that of those of the sequence behind it; the slot of its first
 // chunk, and that among pairs of chunks. Slots past the last segment of a sequence have no tokens.
 __device__ __forceinline__ void find_segment(int* found, const int* offsets, int step, int sequences, int tokens, int chunks_each, int segment) {
-  const int size = chunks_each * 64, sequence = size ? owner(offsets, step, sequences, size, segment) : segment;
+  const int size = chunks_each * 64, sequence = size ? owner(offsets, step, sequences, size, segment) : longest_first(offsets, step, sequences, segment);
   const int bos = max(min(offsets[sequence * step], tokens), 0), eos = max(min(offsets[(sequence + 1) * step], tokens), bos);
   const int index = size ? segment - bos / size - sequence : 0;
   const int first = min(bos + index * size, eos), length = size ? min(eos - first, size) : eos - first;

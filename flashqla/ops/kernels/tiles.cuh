@@ -67,4 +67,10 @@ __device__ __forceinline__ void zero_rows(void* tile, int first) {
 #pragma unroll 1
   for (int at = first * 128 + (threadIdx.x & 31) * 16; at < 8192; at += 512) *reinterpret_cast<uint4*>(bytes + at) = make_uint4(0, 0, 0, 0);
 }
+
+// A state in registers times a number, here and now: left to the compiler, the products are put off until there are no registers for them.
+__device__ __forceinline__ void scale_in_place(float* state, float factor) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(state[i]) : "f"(factor));
+}
 }  // namespace flashqla
