@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from heapq import heappop, heappush
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from flashqla.device import HOPPER
@@ -23,6 +24,7 @@ SPLIT_KERNELS = {
     "backward": ("inverse", "summary", "chain", "scan", "scan", "chain", "chain", "gradients"),
 }
 Direction = Literal["forward", "backward"]
+VTile = Literal[64, 128]
 KERNEL_DTYPES = ("bfloat16", "float16")
 
 
@@ -31,27 +33,30 @@ class Costs(NamedTuple):
 
     cta: for a CTA to start and to end, its states read and written. chunk: per chunk of it, one CTA per SM, by columns
     of V in a CTA, for each of the recurrences that run side by side as they start. summary_cta, summary_chunk: the
-    same where it summarises a segment. scan_segment: per segment of the scans. split: for the launches that splitting
-    adds. gain: of the estimate without; where most heads forget, a split must promise more than estimates are off.
+    same where segments are summarised, at once. scan_segment: per segment of the scans. split: for the launches that
+    splitting adds. gain: of the estimate without; where most heads forget, a split must promise more than estimates
+    are off.
     """
 
     cta: float
     chunk: tuple[dict[int, float], ...]
     summary_cta: float
-    summary_chunk: float
+    summary_chunk: dict[int, float]
     scan_segment: float
     split: float
     gain: float
 
 
 # Forward: fitted to 198 shapes, whole and split, measured on an H200 (docs/performance-log.md), where it is off by 3
-# percent. Half the columns do not halve the time, as scores and gates are repeated. Backward: fitted to 32 shapes
+# percent. Half the columns do not halve the time, as scores and gates are repeated. Backward: fitted to 39 shapes
 # in the same way, off by 3 percent; its gradients kernel costs the same whatever the plan, and is left out. The forward
-# recurrence, the second one, is mostly in the shadow of the other, and counts for less than it takes alone.
+# recurrence, the second one, is partly in the shadow of the other, and counts for less than it takes alone. Of the two
+# that summarise, the longer one has the columns of the plan.
 COSTS: dict[Direction, Costs] = {
-    "forward": Costs(5.1, ({128: 1.78, 64: 1.11},), 6.6, 0.91, 1.7, 4.8, 0.97),
-    "backward": Costs(4.7, ({128: 2.66, 64: 1.39}, {128: 1.09, 64: 0.57}), 10.4, 1.0, 4.1, 11.8, 0.95),
+    "forward": Costs(5.1, ({128: 1.78, 64: 1.11},), 6.6, {128: 0.91, 64: 0.91}, 1.7, 4.8, 0.97),
+    "backward": Costs(3.9, ({128: 2.07, 64: 1.67}, {128: 1.39, 64: 0.82}), 8.8, {128: 1.64, 64: 1.03}, 3.9, 16.2, 0.95),
 }
+V_TILES: tuple[VTile, ...] = (128, 64)
 SUMMARY_PARTS = 2  # CTAs of a segment and head where nothing is forgotten
 LASTING_HEADS = 4  # in trained models about one head in so many keeps what it knows beyond a segment
 FORGETTING_CHUNKS = 8  # at the end of a segment are enough for a head that forgets
@@ -76,7 +81,7 @@ class Plan:
     """
 
     implementation: Literal["tilelang", "torch"]
-    v_tile: Literal[64, 128]
+    v_tile: VTile
     kernels: tuple[str, ...]
     why: str
     segment_chunks: int = 0
@@ -128,13 +133,14 @@ def make(
     # Of no sequence, as of empty ones, every plan is as good.
     pack, costs = _pack(seqlens or (0,)), COSTS[direction]
     started = sorted(pack, reverse=True) if _size(pack) <= LONGEST_FIRST else pack
-    v_tile, us, tile_reason = _choose_v_tile(started, hv, sm_count, costs)
-    split = _choose_split(pack, tokens // CHUNK, hv, sm_count, us, costs) if auto_cp else (0, "auto_cp is off")
-    segment_chunks, split_reason = split
-    if segment_chunks:
-        v_tile, _, tile_reason = _choose_v_tile(_segments(pack, segment_chunks), hv, sm_count, costs)
+    v_tile, us, reason = _choose_v_tile(started, hv, sm_count, costs)
+    segment_chunks = 0
+    if auto_cp:
+        segment_chunks, v_tile, reason = _choose_split(pack, tokens // CHUNK, hv, sm_count, v_tile, us, reason, costs)
+    else:
+        reason = f"auto_cp is off; {reason}"
     kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
-    return Plan("tilelang", v_tile, kernels, f"{split_reason}; {tile_reason}", segment_chunks, sm_count)
+    return Plan("tilelang", v_tile, kernels, reason, segment_chunks, sm_count)
 
 
 def _refusal(sequences: int, dtype: str, device: str, capability: tuple[int, int] | None, missing: str) -> str:
@@ -172,49 +178,49 @@ def _size(pack: Pack) -> int:
     return sum(count for _, count in pack)
 
 
-def _choose_v_tile(pack: Pack, hv: int, sm_count: int, costs: Costs) -> tuple[Literal[64, 128], float, str]:
+def _choose_v_tile(pack: Pack, hv: int, sm_count: int, costs: Costs) -> tuple[VTile, float, str]:
     """The columns of V a CTA, the microseconds of the recurrence they promise, and why."""
-    full = [(n, count) for n, count in pack if n]
-    scheduled = _size(full) <= SCHEDULED_RUNS
-    whole, half = (
-        _critical_us(
-            [(n * us[tile] + costs.cta, count * hv * HEAD_DIM // tile) for us in costs.chunk for n, count in full],
-            sm_count,
-            scheduled,
-        )
-        for tile in (128, 64)
-    )
-    v_tile: Literal[64, 128] = 64 if half < whole else 128
+    whole, half = (_recurrences_us(pack, hv, sm_count, tile, costs) for tile in V_TILES)
+    v_tile: VTile = 64 if half < whole else 128
     pairs = f"{_size(pack)} sequences or segments x {hv} v-heads on {sm_count} SMs"
     reason = f"{pairs}: an estimated {whole:.0f} us with V whole and {half:.0f} us in halves, so v_tile={v_tile}"
     return v_tile, min(whole, half), reason
 
 
+def _recurrences_us(pack: Pack, hv: int, sm_count: int, v_tile: int, costs: Costs) -> float:
+    full = [(n, count) for n, count in pack if n]
+    slices = HEAD_DIM // v_tile
+    runs = [(n * us[v_tile] + costs.cta, count * hv * slices) for us in costs.chunk for n, count in full]
+    return _critical_us(runs, sm_count, _size(full) <= SCHEDULED_RUNS)
+
+
 def _choose_split(
-    pack: Pack, row_chunks: int, hv: int, sm_count: int, unsplit_us: float, costs: Costs
-) -> tuple[int, str]:
-    """Chunks per segment, 0 for whole sequences, and why.
+    pack: Pack, row_chunks: int, hv: int, sm_count: int, v_tile: VTile, unsplit_us: float, unsplit: str, costs: Costs
+) -> tuple[int, VTile, str]:
+    """Chunks per segment, 0 for whole sequences, the columns of V a CTA, and why.
 
     The gate decides on the device what the summary kernel costs. A split must not lose where no head forgets; the best
-    of those that do not is the one for heads of which most forget, where it must pay.
+    of those that do not is the one for heads of which most forget, where it must pay. v_tile, unsplit_us, unsplit: what
+    was chosen for whole sequences.
     """
     longest, sequences = max(n for n, _ in pack), _size(pack)
     row_chunks = max(row_chunks, sum(n * count for n, count in pack))
-    promised = {}
-    for count in SEGMENTS:
+    promised: dict[tuple[int, VTile], float] = {}
+    for count, tile in product(SEGMENTS, V_TILES):
         size = -(-longest // count)
         if size < SHORTEST_SEGMENT:
             break
         if row_chunks // size + sequences > MOST_SEQUENCES:  # the rows that kernels count
             continue
         segments = _segments(pack, size)
-        _, forward_us, _ = _choose_v_tile(segments, hv, sm_count, costs)
-        rest_us = forward_us + costs.scan_segment * (count - 1) + costs.split
+        rest_us = _recurrences_us(segments, hv, sm_count, tile, costs) + costs.scan_segment * (count - 1) + costs.split
         if rest_us >= unsplit_us:
             continue
         # The last segment of a sequence needs no summary, and the first one half of one.
         summaries, firsts = _size(segments) - sequences, sum(alike for n, alike in pack if n > size)
-        whole_us, late_us = (n * costs.summary_chunk + costs.summary_cta for n in (size, min(size, FORGETTING_CHUNKS)))
+        whole_us, late_us = (
+            n * costs.summary_chunk[tile] + costs.summary_cta for n in (size, min(size, FORGETTING_CHUNKS))
+        )
         worst_us, typical_us = (
             _critical_us(
                 [(whole_us, (SUMMARY_PARTS * summaries - firsts) * lasting), (late_us, summaries * (hv - lasting))],
@@ -223,12 +229,12 @@ def _choose_split(
             for lasting in (hv, -(-hv // LASTING_HEADS))
         )
         if rest_us + worst_us < unsplit_us and rest_us + typical_us < costs.gain * unsplit_us:
-            promised[size] = rest_us + typical_us
+            promised[size, tile] = rest_us + typical_us
     if not promised:
-        return 0, f"sequences stay whole: an estimated {unsplit_us:.0f} us"
-    best = min(promised, key=promised.__getitem__)
-    us = f"an estimated {promised[best]:.0f} us, where whole sequences take {unsplit_us:.0f} us"
-    return best, f"segments of {best} chunks: {us}"
+        return 0, v_tile, f"sequences stay whole: an estimated {unsplit_us:.0f} us; {unsplit}"
+    size, v_tile = min(promised, key=promised.__getitem__)
+    split = f"segments of {size} chunks, v_tile={v_tile}: an estimated {promised[size, v_tile]:.0f} us"
+    return size, v_tile, f"{split}, where whole sequences take {unsplit_us:.0f} us"
 
 
 def _segments(pack: Pack, size: int) -> Pack:

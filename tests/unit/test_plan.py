@@ -82,7 +82,7 @@ def test_a_split_promises_a_gain_even_if_no_head_forgets():
             _, whole_us, _ = plan._choose_v_tile(pack, hv, 132, plan.COSTS["forward"])
             _, forward_us, _ = plan._choose_v_tile(segments, hv, 132, plan.COSTS["forward"])
             costs = plan.COSTS["forward"]
-            us = split.segment_chunks * costs.summary_chunk + costs.summary_cta
+            us = split.segment_chunks * costs.summary_chunk[split.v_tile] + costs.summary_cta
             summary = plan._critical_us([(us, hv * (2 * (plan._size(segments) - 1) - 1))], 132)
             assert forward_us + summary + costs.split < whole_us
 
