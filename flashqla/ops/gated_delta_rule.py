@@ -321,8 +321,8 @@ def _backward(*arguments: Any) -> Gradients:
     gradients = _run_backward(problem, do, dfinal_state)
     chosen, sm_count = _plan(problem, "backward"), _device_facts(q.device)[1]
     if facts is not None and chosen.implementation == "tilelang":
-        record = lambda: _recording().record_backward(problem, chosen, do, dfinal_state, sm_count)  # noqa: E731
-        repeats.keep(facts, problem, record)
+        given = problem, chosen, do, dfinal_state, sm_count
+        repeats.keep(facts, problem, lambda: _recording().record_backward(*given))
     return gradients
 
 
