@@ -328,6 +328,18 @@ def test_settings_are_refused_everywhere(problem, name, value):
             chunk_gated_delta_rule(**way, **{name: value})
 
 
+def test_a_batch_of_gradients_is_that_of_single_ones(problem):
+    """Autograd has a vmap of its own for it, of which neither dispatch modes nor torch.func know."""
+    given = problem([3])
+    inputs = [given[name].requires_grad_() for name in ("q", "k", "v", "g", "beta", "initial_state")]
+    results = chunk_gated_delta_rule(**given.arguments, output_final_state=True)
+    many = [torch.randn(2, *x.shape, dtype=x.dtype) for x in results]
+    found = torch.autograd.grad(results, inputs, many, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(results, inputs, one, retain_graph=True) for one in zip(*many, strict=True)]
+    for x, ones in zip(found, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(ones), rtol=0, atol=0)
+
+
 def test_second_derivatives_are_refused(problem):
     given = problem([65])
     q = given["q"].requires_grad_()
