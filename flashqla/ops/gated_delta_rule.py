@@ -384,6 +384,7 @@ def _run_backward(
 ) -> Gradients:
     """Gradients of a problem. saved: cumulative gate and A of the forward pass; then problem.g is that gate too."""
     p, chosen = problem, _plan(problem, "backward")
+    do, dht = do.resolve_neg(), None if dht is None else dht.resolve_neg()  # kernels read memory as it is
     if chosen.implementation == "tilelang" and p.batch * p.tokens > 0:
         with _on(p.q.device):
             gradients: Gradients = _backward_kernels().backward(p, chosen, do, dht, saved, _device_facts(p.q.device)[1])
