@@ -221,7 +221,7 @@ def gather(path: Path) -> tuple[Run, dict[Path, str]]:
     """
     parts = _parts(whole(path))
     if parts and not path.exists():  # every session of it was killed
-        path = parts[0]
+        path = next(filter(_readable, parts), parts[0])
     run = read(path)
     sessions, found = [run], {}
     for part in parts:
@@ -266,6 +266,15 @@ def _parts(path: Path) -> list[Path]:
     if not path.parent.is_dir():
         return []
     return sorted(part for part in path.parent.iterdir() if name.fullmatch(part.name) and part.is_file())
+
+
+def _readable(part: Path) -> bool:
+    """Not so where a session was killed before it wrote what run it is."""
+    try:
+        read(part)
+    except RecordError:
+        return False
+    return True
 
 
 def _related(run: Run, other: Run) -> bool:
@@ -369,9 +378,16 @@ class Writer:
         self.part = path.with_name(path.name + ".jsonl")
         with _writing(self.part):
             self._file, self.aside = _open_alone(self.part)
-        self._line(_header(run))
-        for record in run.records:
-            self._line(record.model_dump(mode="json"))
+        try:
+            self._line(_header(run))
+            for record in run.records:
+                self._line(record.model_dump(mode="json"))
+        except RecordError:  # the disk is full: half of a part file would stand before that of the killed run
+            if self.aside:
+                os.replace(self.aside, self.part)
+            else:
+                self.part.unlink()
+            raise
 
     def append(self, record: Record) -> None:
         """Keep a record, on disk before this returns."""

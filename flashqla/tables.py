@@ -64,10 +64,10 @@ def markdown(page: Page) -> str:
     lines = [f"## {page.title}", "", *(_plain(line) + "\n" for line in page.summary)]
     lines += [f"- {name}: {_plain(fact)}" for name, fact in page.facts.items()]
     for table in page.tables:
-        head = [" ".join(filter(None, column)) for column in zip(*table.head, strict=True)]
+        head = [_plain(" ".join(filter(None, column))) for column in zip(*table.head, strict=True)]
         rule = [":--" if column in table.left else "--:" for column in range(len(head))]
         rows = [[_plain(cell) for cell in row] for row in table.rows]
-        lines += ["", *[f"### {table.title}", ""] * bool(table.title)]
+        lines += ["", *[f"### {_plain(table.title)}", ""] * bool(table.title)]
         lines += [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
     lines += ["", *(f"- {_plain(note)}" for note in page.notes)] if page.notes else []
     return "\n".join(lines) + "\n"

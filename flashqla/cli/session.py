@@ -76,7 +76,8 @@ def run(
         json = str(records.whole(resume))
     path = Path(json) if json not in (None, "-") else None
     if out:
-        if str(out) == "-" or (path and records.target(path) == records.target(out)):
+        ours = (str(records.target(path)), f"{records.target(path)}.jsonl") if path else ()  # and the part file
+        if str(out) == "-" or str(records.target(out)) in ours:
             raise ArgumentError("--out needs a file of its own", given=f"--out {out}", do="name another one")
         out = destination(out)
     header = Run(kind=kind, argv=sys.argv[1:], started=now(), environment=device.environment(), settings=settings)

@@ -283,6 +283,12 @@ def _differentiable(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def _batched(*tensors: Tensor | None) -> bool:
+    """Whether gradients stand for many, as `is_grads_batched` has them: what autograd alone batches is no transform of
+    torch.func, and the dispatcher takes it apart."""
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors)
+
+
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     """o and the final state, from the launches of an earlier call like this one where there was one."""
     q, k, v, g, beta, scale, initial_state, final, l2norm, cu_seqlens, state_v_first, auto_cp, cu_seqlens_cpu = (
@@ -378,6 +384,7 @@ def _run_backward(
 ) -> Gradients:
     """Gradients of a problem. saved: cumulative gate and A of the forward pass; then problem.g is that gate too."""
     p, chosen = problem, _plan(problem, "backward")
+    do, dht = do.resolve_neg(), None if dht is None else dht.resolve_neg()  # kernels read memory as it is
     if chosen.implementation == "tilelang" and p.batch * p.tokens > 0:
         with _on(p.q.device):
             gradients: Gradients = _backward_kernels().backward(p, chosen, do, dht, saved, _device_facts(p.q.device)[1])
@@ -567,7 +574,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> 
                  ctx.l2norm, ctx.auto_cp, cu_seqlens_cpu)
     # fmt: on
     tensors = (q, k, v, g, beta, initial_state, do, dfinal_state)
-    if _someone_listens(*tensors) or _differentiable(*tensors):
+    if _someone_listens(*tensors) or _differentiable(*tensors) or _batched(do, dfinal_state):
         dq, dk, dv, dg, dbeta, dinitial_state = _call(
             torch.ops.flashqla.gated_delta_rule_backward, _RuleBackward, arguments
         )

@@ -18,6 +18,7 @@ from flashqla.ops import (
     strict,
 )
 from flashqla.reference import recurrent_gated_delta_rule
+from flashqla.reference.backward import chunk_gated_delta_rule_backward
 
 LENGTHS = [0, 64, 1, 66]
 TENSORS = ("q", "k", "v", "g", "beta", "initial_state")
@@ -326,6 +327,34 @@ def test_settings_are_refused_everywhere(problem, name, value):
     for way in ways_to_the_op(given):
         with pytest.raises(ArgumentError, match=rf"{name} must be (a number|True or False)\n  given"):
             chunk_gated_delta_rule(**way, **{name: value})
+
+
+def test_a_batch_of_gradients_is_that_of_single_ones(problem):
+    """Autograd has a vmap of its own for it, of which neither dispatch modes nor torch.func know."""
+    given = problem([3])
+    inputs = [given[name].requires_grad_() for name in ("q", "k", "v", "g", "beta", "initial_state")]
+    results = chunk_gated_delta_rule(**given.arguments, output_final_state=True)
+    many = [torch.randn(2, *x.shape, dtype=x.dtype) for x in results]
+    found = torch.autograd.grad(results, inputs, many, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(results, inputs, one, retain_graph=True) for one in zip(*many, strict=True)]
+    for x, ones in zip(found, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(ones), rtol=0, atol=0)
+
+
+def test_gradients_reach_kernels_with_their_sign(problem, monkeypatch):
+    """The imaginary part of a conjugate has its sign in a bit beside the memory that kernels read."""
+    seen = []
+
+    def backward(q, k, v, g, beta, do, dht, *rest):
+        seen.extend((do, dht))
+        return chunk_gated_delta_rule_backward(q, k, v, g, beta, do, dht, *rest)
+
+    monkeypatch.setattr("flashqla.ops.gated_delta_rule.chunk_gated_delta_rule_backward", backward)
+    given = problem([3])
+    given["v"].requires_grad_()
+    results = chunk_gated_delta_rule(**given.arguments, output_final_state=True)
+    torch.autograd.backward(results, [torch._neg_view(torch.ones_like(x)) for x in results])
+    assert [x.is_neg() for x in seen] == [False, False]
 
 
 def test_second_derivatives_are_refused(problem):

@@ -912,6 +912,8 @@ def test_a_backward_pass_has_no_roofline(layers: Layers) -> None:
         (["--out", "/no/such/folder/run.txt"], 2, "error: a file cannot be written"),
         (["--out", "-"], 2, "error: --out needs a file of its own"),
         (["--out", "/no/such/run", "--json", "/no/./such/run"], 2, "error: --out needs a file of its own"),
+        (["--out", "/no/such/a.jsonl", "--json", "/no/such/a.jsonl"], 2, "error: --out needs a file of its own"),
+        (["--out", "/no/such/run.jsonl", "--json", "/no/such/run"], 2, "error: --out needs a file of its own"),
         (["--seed", str(2**32)], 2, "--seed"),
         (["--backend", "nonsense"], 2, "error: unknown backend"),
         (["--strict"], 3, "error: no Hopper GPU here"),

@@ -271,6 +271,51 @@ def test_a_full_disk_is_a_record_error(
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("lines", [0, 1])  # that there is room for
+def test_a_disk_too_full_to_begin_leaves_what_a_killed_run_left(
+    tmp_path: Path,
+    make_run: Callable[..., Run],
+    timed: Callable[..., Record],
+    monkeypatch: pytest.MonkeyPatch,
+    lines: int,
+) -> None:
+    path, part = tmp_path / "run.json", tmp_path / "run.json.jsonl"
+    written = Writer._line
+
+    def fill(writer: Writer, content: dict[str, Any]) -> None:
+        if writer._file is not None and len(part.read_text().splitlines()) == lines:
+            writer._file.write("half")
+            raise RecordError("a file cannot be written")
+        written(writer, content)
+
+    run = make_run(timed(CASE, "flashqla", 0.5))
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "_line", fill)
+        with pytest.raises(RecordError):
+            Writer(path, run)
+    assert not [*tmp_path.iterdir()]
+    Writer(path, run)
+    before = part.read_bytes()
+    monkeypatch.setattr(Writer, "_line", fill)
+    with pytest.raises(RecordError):
+        Writer(path, run)
+    assert [*tmp_path.iterdir()] == [part]
+    assert part.read_bytes() == before
+
+
+@pytest.mark.parametrize("begun", ["", "{"])
+def test_a_session_killed_before_it_began_hides_none_before(
+    tmp_path: Path, make_run: Callable[..., Run], timed: Callable[..., Record], begun: str
+) -> None:
+    path, part = tmp_path / "run.json", tmp_path / "run.json.jsonl"
+    Writer(path, make_run(timed(CASE, "flashqla", 0.5)))
+    part.rename(tmp_path / "run.json.jsonl.old")
+    part.write_text(begun)
+    run, found = gather(path)
+    assert [record.backend for record in run.records] == ["flashqla"]
+    assert found == {part: "not a result file of flashqla, and is left alone"}
+
+
 def test_writer_without_a_path_keeps_records(make_run: Callable[..., Run], timed: Callable[..., Record]) -> None:
     writer = Writer(None, make_run())
     row = timed(CASE, "flashqla", 0.5)

@@ -327,7 +327,7 @@ def test_the_number_of_runs_that_agreed_is_told(make_run: Callable[..., Run], ve
 
 def test_markdown_has_the_same_cells(bench_run: Run) -> None:
     text = markdown(page(bench_run))
-    assert "\n### 397B/122B TP8  h_k=2 h_v=8\n\n| layout | ms flashqla | ms fla | ms flashinfer |" in text
+    assert "\n### 397B/122B TP8 h\\_k=2 h\\_v=8\n\n| layout | ms flashqla | ms fla | ms flashinfer |" in text
     assert "\n| 28672+4096 | 0.2500\\* | 2.0000 | n/a\\[1\\] | 0.5000 | 4.0000 | 8.00x | - |\n" in text
     assert "\n- \\[3\\] flashinfer: oom, 20 GB asked, hint: pip install flashinfer\n" in text
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
@@ -335,6 +335,13 @@ def test_markdown_has_the_same_cells(bench_run: Run) -> None:
     for head, rule, *rows in tables:
         assert set(rule) <= set("|:- ")
         assert len({line.count("|") for line in (head, rule, *rows)}) == 1
+
+
+def test_names_in_markdown_are_no_markup(make_run: Callable[..., Run], timed: Callable[..., Record]) -> None:
+    case = replace(A, model="<b>|\n[a](b)")
+    shown = markdown(page(make_run(timed(case, "flashqla", 0.5), timed(case, "a|`b", 0.5))))
+    assert "\n### \\<b>\\| \\[a\\](b) h\\_k=2 h\\_v=8\n" in shown
+    assert " ms a\\|\\`b |" in shown
 
 
 def test_csv_has_every_record_and_names_every_column_once(bench_run: Run) -> None:
