@@ -114,7 +114,7 @@ def chunk_gated_delta_rule(
     if _someone_listens(*tensors):
         o, final_state = _call(torch.ops.flashqla.gated_delta_rule, _Rule, arguments)
     elif _differentiable(*tensors):
-        o, final_state = _EagerRule.apply(*arguments)  # type: ignore[no-untyped-call]
+        o, final_state = _GatedDeltaRule.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
         return _forward(*arguments)
     return o, final_state if output_final_state else None
@@ -283,10 +283,11 @@ def _differentiable(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _batched(*tensors: Tensor | None) -> bool:
-    """Whether gradients stand for many, as `is_grads_batched` has them: what autograd alone batches is no transform of
-    torch.func, and the dispatcher takes it apart."""
-    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors)
+def _without_memory(*tensors: Tensor | None) -> bool:
+    """Whether gradients are not what their memory holds: zeros without any, or many at once, as `is_grads_batched` has
+    them, which is no transform of torch.func. The dispatcher makes tensors of them."""
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    return any(x is not None and (batched(x) or x._is_zerotensor()) for x in tensors)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -574,7 +575,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> 
                  ctx.l2norm, ctx.auto_cp, cu_seqlens_cpu)
     # fmt: on
     tensors = (q, k, v, g, beta, initial_state, do, dfinal_state)
-    if _someone_listens(*tensors) or _differentiable(*tensors) or _batched(do, dfinal_state):
+    if _someone_listens(*tensors) or _differentiable(*tensors) or _without_memory(do, dfinal_state):
         dq, dk, dv, dg, dbeta, dinitial_state = _call(
             torch.ops.flashqla.gated_delta_rule_backward, _RuleBackward, arguments
         )
@@ -610,7 +611,7 @@ class _Rule(torch.autograd.Function):
         return torch.ops.flashqla.gated_delta_rule(*arguments)
 
 
-class _EagerRule(torch.autograd.Function):
+class _GatedDeltaRule(torch.autograd.Function):
     """The op where nobody but autograd listens."""
 
     setup_context = staticmethod(_save)
