@@ -292,49 +292,49 @@ def _without_memory(*tensors: Tensor | None) -> bool:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     """o and the final state, from the launches of an earlier call like this one where there was one."""
-    q, k, v, g, beta, scale, initial_state, final, l2norm, cu_seqlens, state_v_first, auto_cp, cu_seqlens_cpu = (
-        arguments
-    )
+    q, k, v, g, beta, scale, initial_state, final, l2norm, cu_seqlens, state_v_first, auto_cp, hint = arguments
     settings = (scale or str(scale), final, l2norm, state_v_first, auto_cp)  # the string, because 0.0 == -0.0
-    facts = repeats.facts((q, k, v), (g, beta, initial_state), cu_seqlens, cu_seqlens_cpu, *settings)
-    recording = None if facts is None else repeats.find(facts, q, cu_seqlens, cu_seqlens_cpu)
-    if recording is not None:
-        o, final_state = recording.run((q, k, v, g, beta, initial_state), _placed(cu_seqlens, q))
+    facts = repeats.facts((q, k, v), (g, beta, initial_state), cu_seqlens, hint, *settings)
+    again = _again(facts, (q, k, v, g, beta, initial_state), cu_seqlens, hint)
+    if again is not None:
+        o, final_state = again
         return o, final_state
     problem = checks.problem(*arguments)
     _, _, o, _, final_state = _run(problem)
-    chosen = _plan(problem)
-    if facts is not None and chosen.implementation == "tilelang":
+    if facts is not None and (chosen := _plan(problem)).implementation == "tilelang":
         repeats.keep(facts, problem, lambda: _recording().record(problem, chosen))
     return o, final_state
 
 
 def _backward(*arguments: Any) -> Gradients:
     """Gradients, likewise."""
-    (q, k, v, g, beta, do, dfinal_state, scale, initial_state, cu_seqlens, state_v_first, l2norm, auto_cp, hint) = (
-        arguments
-    )
+    (q, k, v, g, beta, do, dht, scale, initial_state, cu_seqlens, state_v_first, l2norm, auto_cp, hint) = arguments
     settings = ("backward", scale or str(scale), l2norm, state_v_first, auto_cp)
-    facts = repeats.facts((q, k, v, do), (g, beta, initial_state, dfinal_state), cu_seqlens, hint, *settings)
-    recording = None if facts is None else repeats.find(facts, q, cu_seqlens, hint)
-    if recording is not None:
-        inputs = (q, k, v, g, beta, initial_state, do, dfinal_state)
-        results: Gradients = tuple(recording.run(inputs, _placed(cu_seqlens, q)))
+    facts = repeats.facts((q, k, v, do), (g, beta, initial_state, dht), cu_seqlens, hint, *settings)
+    again = _again(facts, (q, k, v, g, beta, initial_state, do, dht), cu_seqlens, hint)
+    if again is not None:
+        results: Gradients = tuple(again)
         return results
     # fmt: off
-    problem = checks.problem(q, k, v, g, beta, scale, initial_state, dfinal_state is not None, l2norm, cu_seqlens,
+    problem = checks.problem(q, k, v, g, beta, scale, initial_state, dht is not None, l2norm, cu_seqlens,
                              state_v_first, auto_cp, hint)
     # fmt: on
-    gradients = _run_backward(problem, do, dfinal_state)
-    chosen, sm_count = _plan(problem, "backward"), _device_facts(q.device)[1]
-    if facts is not None and chosen.implementation == "tilelang":
-        given = problem, chosen, do, dfinal_state, sm_count
-        repeats.keep(facts, problem, lambda: _recording().record_backward(*given))
+    gradients = _run_backward(problem, do, dht)
+    if facts is not None and (chosen := _plan(problem, "backward")).implementation == "tilelang":
+        sm_count = _device_facts(q.device)[1]
+        repeats.keep(facts, problem, lambda: _recording().record_backward(problem, chosen, do, dht, sm_count))
     return gradients
 
 
-def _placed(cu_seqlens: Tensor | None, q: Tensor) -> Tensor | None:
-    return None if cu_seqlens is None else checks.placed(cu_seqlens, q.device)
+def _again(
+    facts: repeats.Facts | None, inputs: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, hint: Tensor | None
+) -> Any:
+    """The results of a call that is known, q being the first of its inputs; None if it is not."""
+    q: Any = inputs[0]
+    recording = None if facts is None else repeats.find(facts, q, cu_seqlens, hint)
+    if recording is None:
+        return None
+    return recording.run(inputs, None if cu_seqlens is None else checks.placed(cu_seqlens, q.device))
 
 
 def _refuse_forward_mode(*_: Any) -> Any:

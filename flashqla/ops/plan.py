@@ -134,11 +134,9 @@ def make(
     pack, costs = _pack(seqlens or (0,)), COSTS[direction]
     started = sorted(pack, reverse=True) if _size(pack) <= LONGEST_FIRST else pack
     v_tile, us, reason = _choose_v_tile(started, hv, sm_count, costs)
-    segment_chunks = 0
-    if auto_cp:
-        segment_chunks, v_tile, reason = _choose_split(pack, tokens // CHUNK, hv, sm_count, v_tile, us, reason, costs)
-    else:
-        reason = f"auto_cp is off; {reason}"
+    split = _choose_split(pack, tokens // CHUNK, hv, sm_count, us, costs) if auto_cp else None
+    whole = f"sequences stay whole: an estimated {us:.0f} us" if auto_cp else "auto_cp is off"
+    segment_chunks, v_tile, reason = split or (0, v_tile, f"{whole}; {reason}")
     kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
     return Plan("tilelang", v_tile, kernels, reason, segment_chunks, sm_count)
 
@@ -195,13 +193,12 @@ def _recurrences_us(pack: Pack, hv: int, sm_count: int, v_tile: int, costs: Cost
 
 
 def _choose_split(
-    pack: Pack, row_chunks: int, hv: int, sm_count: int, v_tile: VTile, unsplit_us: float, unsplit: str, costs: Costs
-) -> tuple[int, VTile, str]:
-    """Chunks per segment, 0 for whole sequences, the columns of V a CTA, and why.
+    pack: Pack, row_chunks: int, hv: int, sm_count: int, unsplit_us: float, costs: Costs
+) -> tuple[int, VTile, str] | None:
+    """Chunks per segment, the columns of V a CTA, and why; None if sequences stay whole.
 
     The gate decides on the device what the summary kernel costs. A split must not lose where no head forgets; the best
-    of those that do not is the one for heads of which most forget, where it must pay. v_tile, unsplit_us, unsplit: what
-    was chosen for whole sequences.
+    of those that do not is the one for heads of which most forget, where it must pay.
     """
     longest, sequences = max(n for n, _ in pack), _size(pack)
     row_chunks = max(row_chunks, sum(n * count for n, count in pack))
@@ -231,7 +228,7 @@ def _choose_split(
         if rest_us + worst_us < unsplit_us and rest_us + typical_us < costs.gain * unsplit_us:
             promised[size, tile] = rest_us + typical_us
     if not promised:
-        return 0, v_tile, f"sequences stay whole: an estimated {unsplit_us:.0f} us; {unsplit}"
+        return None
     size, v_tile = min(promised, key=promised.__getitem__)
     split = f"segments of {size} chunks, v_tile={v_tile}: an estimated {promised[size, v_tile]:.0f} us"
     return size, v_tile, f"{split}, where whole sequences take {unsplit_us:.0f} us"

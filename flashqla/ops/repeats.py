@@ -46,16 +46,10 @@ def facts(
     """
     if not _launchable(copied[0]) or (cu_seqlens is not None and cu_seqlens.numel() > MOST_SEQUENCES):
         return None
-    found: list[Hashable] = []
-    for x in copied:
-        if x.data_ptr() % 16 or x.is_neg():
-            return None
-        found.append((x.shape, x.stride(), x.dtype, x.device))
-    for other in others:
-        if other is not None and other.is_neg():  # memory is not what it says
-            return None
-        found.append(_facts(other))
-    return (*found, _facts(cu_seqlens), _facts(cu_seqlens_cpu), *settings)
+    tensors = (*copied, *others)
+    if any(x.data_ptr() % 16 for x in copied) or any(x is not None and x.is_neg() for x in tensors):
+        return None  # an address that they cannot take, or memory that is not what it says
+    return (*map(_facts, (*tensors, cu_seqlens, cu_seqlens_cpu)), *settings)
 
 
 def find(facts: Facts, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Any:
