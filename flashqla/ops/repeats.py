@@ -47,8 +47,12 @@ def facts(
     if not _launchable(copied[0]) or (cu_seqlens is not None and cu_seqlens.numel() > MOST_SEQUENCES):
         return None
     tensors = (*copied, *others)
-    if any(x.data_ptr() % 16 for x in copied) or any(x is not None and x.is_neg() for x in tensors):
-        return None  # an address that they cannot take, or memory that is not what it says
+    for x in copied:
+        if x.data_ptr() % 16:
+            return None
+    for y in tensors:  # loops, as generators take longer than what they look at
+        if y is not None and y.is_neg():  # memory is not what it says
+            return None
     return (*map(_facts, (*tensors, cu_seqlens, cu_seqlens_cpu)), *settings)
 
 
