@@ -22,9 +22,9 @@ __device__ __forceinline__ int turns(int items) { return (items - 1 - int(blockI
 
 // The items of 32 turns of this CTA, a turn a lane: first token and tokens, at most 64, of the chunk in a slot; the slot; the key head. In a slot
 // that no chunk has there are no tokens, and the first is that of the rows that belong to the slot because they are past the last sequence, `tokens`
-// or more if there are none. Past the last turn the place gets anything.
-__device__ __forceinline__ void look_up(int turn, int key_heads, const int* offsets, int step, int sequences, int tokens, void* place) {
-  const int item = (turn + (threadIdx.x & 31)) * int(gridDim.x) + int(blockIdx.x);
+// or more if there are none. Past the last turn the place gets anything. The last item comes first: what recurrences begin with is then still in L2.
+__device__ __forceinline__ void look_up(int turn, int items, int key_heads, const int* offsets, int step, int sequences, int tokens, void* place) {
+  const int item = max(items - 1 - (turn + (threadIdx.x & 31)) * int(gridDim.x) - int(blockIdx.x), 0);
   const int slot = unsigned(item) / unsigned(key_heads), key_head = item - slot * key_heads;
   const int n = owner(offsets, step, sequences, 64, slot);
   const int bos = max(min(offsets[n * step], tokens), 0), eos = max(min(offsets[(n + 1) * step], tokens), bos);

@@ -80,7 +80,7 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
     def look_up(x, turn):
         """The batch of items from a turn on, by one warp."""
         T.call_extern(
-            "handle", "flashqla::look_up", turn, hk, T.address_of(x.cu_seqlens[0]), x.offset_step, x.sequences, x.tokens,
+            "handle", "flashqla::look_up", turn, slots * hk, hk, T.address_of(x.cu_seqlens[0]), x.offset_step, x.sequences, x.tokens,
             T.address_of(x.items[turn % RING, 0]),
         )
 
