@@ -9,7 +9,6 @@ Peers are imported inside their adapters only.
 """
 
 import importlib
-import math
 import os
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -39,7 +38,6 @@ Call = Callable[[], Outputs]
 Compiles = Literal["per head count", "once", "never"]
 
 RECURRENT_TOKENS = 4096  # per sequence; a loop over more takes seconds
-SMS = 132  # of an H100 or H200
 COPIES = "it copies from the device while it runs"
 
 
@@ -387,10 +385,7 @@ class FlashQla:
         return _no_tokens(case) or _no_float32(case)
 
     def representatives(self, cases: Sequence[Case]) -> tuple[Case, ...]:
-        def variant(case: Case) -> tuple[Hashable, ...]:
-            return case.hk, case.hv, case.packed, _switches(case), *_flash_qla_slices(case)
-
-        return _one_of_each(cases, variant)
+        return tuple(cases)  # how it splits, and with it what it compiles, depends on lengths, by a model of its own
 
     def prepare(self, inputs: Inputs, direction: Direction) -> Call:
         from flash_qla import chunk_gated_delta_rule as op
@@ -419,22 +414,6 @@ def _switches(case: Case) -> Hashable:
     """What of a case turns into constants of a kernel, whosever kernel it is."""
     dtypes = case.dtype, case.gate_dtype, case.state_dtype
     return *dtypes, case.l2norm, case.state_v_first, case.initial_state, case.final_state
-
-
-def _flash_qla_slices(case: Case) -> tuple[bool, int]:
-    """Whether flash-qla 0.1.3 splits sequences, and how many columns of V a CTA of it gets, on 132 SMs.
-
-    As its cp_context.py and fused_fwd.py choose them, by value heads and by chunks of 64 tokens.
-    """
-    chunks = [-(-length // 64) for length in case.lengths]
-    rows = len(chunks)
-    load = case.hv * sum(chunks) / max(chunks)
-    splits = (case.packed or rows == 1) and (load <= 40 or (load <= 56 and max(chunks) >= 128))
-    if splits:
-        part = max(4, 2 ** round(math.log2(3 * math.sqrt(case.hv * sum(chunks) / SMS))))
-        rows = sum(max(1, -(-n // part)) for n in chunks)
-    ctas = rows * case.hv
-    return splits, 128 if ctas >= SMS else 64 if 2 * ctas >= SMS else 32
 
 
 def _arguments(inputs: Inputs) -> dict[str, Any]:

@@ -39,16 +39,14 @@ def test_names_are_made_once_each_and_unknown_ones_refused() -> None:
 
 
 def test_compiling_takes_few_cases() -> None:
-    """One dense and one packed case per head count serve FLA; flash-qla's slices of V come on top."""
+    """One dense and one packed case per head count serve FLA. What flash-qla compiles depends on every length."""
     cases = suite("qwen")
     fla, flashinfer, flash_qla = (backend.representatives(cases) for backend in backends.create(list(PEERS), "cuda"))
     heads = {(case.hk, case.hv) for case in cases}
     assert sorted((c.hk, c.hv, c.packed) for c in fla) == sorted((*pair, packed) for pair in heads for packed in (0, 1))
     assert {case.lengths for case in flashinfer} == {case.lengths for case in cases}
     assert len(flashinfer) == 38
-    variants = {(c.hk, c.hv, c.packed, backends._flash_qla_slices(c)) for c in cases}
-    assert {(c.hk, c.hv, c.packed, backends._flash_qla_slices(c)) for c in flash_qla} == variants
-    assert len(flash_qla) == len(variants) < 60
+    assert flash_qla == cases
     switched = [replace(cases[0], dtype="float16"), replace(cases[0], l2norm=True), cases[0]]
     assert set(backends.create(["fla"], "cuda")[0].representatives(switched)) == set(switched)
     for name in ("flashqla", "torch-chunked", "torch-recurrent"):
