@@ -73,6 +73,7 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
         ] = False,
         resume: options.ResumeOption = None,
         timeout: options.TimeoutOption = options.TIMEOUT_S,
+        compile_ahead: options.CompileAheadOption = True,
         in_process: options.InProcessOption = False,
         quiet: options.QuietOption = False,
         no_color: options.NoColorOption = False,
@@ -99,7 +100,15 @@ def _command(direction: Direction, kind: "Kind", gpu: str, cpu: str) -> Callable
         session.run(
             kind,
             partial(
-                runner.bench, wanted, chosen, where, direction=direction, seed=seed, config=config, timeout_s=timeout_s
+                runner.bench,
+                wanted,
+                chosen,
+                where,
+                direction=direction,
+                seed=seed,
+                config=config,
+                compile_ahead=compile_ahead,
+                timeout_s=timeout_s,
             ),
             rows=[(case.id, name) for case in wanted for name in dict.fromkeys(names)],
             settings={

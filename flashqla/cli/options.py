@@ -78,6 +78,13 @@ TimeoutOption = Annotated[
         help="For a case to run; as long for a backend to compile.",
     ),
 ]
+CompileAheadOption = Annotated[
+    bool,
+    typer.Option(
+        "--compile-ahead/--no-compile-ahead",
+        help="Compile all peers first, side by side; without, each in its first row: for caches that are warm.",
+    ),
+]
 InProcessOption = Annotated[bool, typer.Option("--in-process", help="No worker process and no timeout: for debugging.")]
 TIMEOUT_S = 600.0
 LONGEST = "each of at most 9 digits"  # of numbers in a list, see parse_numbers

@@ -628,6 +628,15 @@ def test_cases_run_in_a_worker_unless_told_otherwise(
         assert layers.asked["timeout_s"] == timeout_s
 
 
+@pytest.mark.parametrize("arguments", [[], ["--no-compile-ahead"]], ids=["", "no"])
+def test_peers_compile_ahead_unless_told_otherwise(layers: Layers, arguments: list[str]) -> None:
+    for command in (["verify"], ["bench", "fwd"], ["bench", "bwd"]):
+        suite = "cpu_bwd" if command[-1] == "bwd" else "smoke"
+        result = invoke(*command, "--suite", suite, *arguments)
+        assert result.exit_code == 0, result.stderr
+        assert layers.asked["compile_ahead"] is not bool(arguments)
+
+
 def test_warmup_without_a_gpu_says_what_works(layers: Layers) -> None:
     result = invoke("warmup")
     assert result.exit_code == 3
