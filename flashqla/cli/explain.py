@@ -20,7 +20,7 @@ Examples:
   flashqla explain
   flashqla explain --heads 16,64 --lengths 4096,28672 --dtype float16
 """
-OF_KERNELS = ("v_tile", "kernels", "segment_chunks", "inverse_ctas")  # of a plan: PyTorch has none of it
+OF_KERNELS = ("v_tile", "kernels", "segment_chunks", "parts", "inverse_ctas")  # of a plan: PyTorch has none of it
 
 
 class DType(StrEnum):

@@ -32,37 +32,68 @@ class Costs(NamedTuple):
     """What the choice of tiles and segments knows of the kernels of a direction, in microseconds.
 
     cta: for a CTA to start and to end, its states read and written. chunk: per chunk of it, one CTA per SM, by columns
-    of V in a CTA, for each of the recurrences that run side by side as they start. summary_cta, summary_chunk: the
-    same where segments are summarised, at once. scan_segment: per segment of the scans. split: for the launches that
-    splitting adds. gain: of the estimate without; where most heads forget, a split must promise more than estimates
-    are off.
+    of V in a CTA, for each of the recurrences that run side by side as they start. traffic: per chunk and value head,
+    by columns, what these take longer because they share HBM. summary_cta, summary_chunk: as cta and chunk where
+    segments are summarised, with all columns; reverse_summary_chunk: where those of gradients are, beside that, by
+    columns, if there are any. parts: in how many a segment may be summarised. scan_segment: per segment of the scans,
+    scan_part: per part of it beyond the first. split: for the launches that splitting adds. gain: of the estimate
+    without; where most heads forget, a split must promise more than estimates are off.
     """
 
     cta: float
     chunk: tuple[dict[int, float], ...]
+    traffic: dict[int, float]
     summary_cta: float
-    summary_chunk: dict[int, float]
+    summary_chunk: float
+    reverse_summary_chunk: dict[int, float]
+    parts: tuple[int, ...]
     scan_segment: float
+    scan_part: float
     split: float
     gain: float
 
 
-# Forward: fitted to 198 shapes, whole and split, measured on an H200 (docs/performance-log.md), where it is off by 3
-# percent. Half the columns do not halve the time, as scores and gates are repeated. Backward: fitted to 39 shapes
-# in the same way, off by 3 percent; its gradients kernel costs the same whatever the plan, and is left out. The forward
-# recurrence, the second one, is partly in the shadow of the other, and counts for less than it takes alone. Of the two
-# that summarise, the longer one has the columns of the plan.
+# Measured on an H200 (docs/performance-log.md). Forward: recurrences fitted to 198 shapes, whole and split; half the
+# columns do not halve the time, as scores and gates are repeated. Backward: to 39 shapes; the gradients kernel costs
+# the same whatever the plan, and is left out. The forward recurrence, the second one, is partly in the shadow of the
+# other, and counts for less than it takes alone. What splitting adds is such that of the plans that were timed for a
+# shape one is chosen which takes 0.6 percent more than the best forward (the mean of 48 shapes), 1.5 backward (of 47).
 COSTS: dict[Direction, Costs] = {
-    "forward": Costs(5.1, ({128: 1.78, 64: 1.11},), 6.6, {128: 0.91, 64: 0.91}, 1.7, 4.8, 0.97),
-    "backward": Costs(3.9, ({128: 2.07, 64: 1.67}, {128: 1.39, 64: 0.82}), 8.8, {128: 1.64, 64: 1.03}, 3.9, 16.2, 0.95),
+    "forward": Costs(
+        cta=5.1,
+        chunk=({128: 1.78, 64: 1.11},),
+        traffic={128: 0.0, 64: 0.0},
+        summary_cta=5.9,
+        summary_chunk=0.93,
+        reverse_summary_chunk={},
+        parts=(1, 2, 4),
+        scan_segment=1.05,
+        scan_part=0.55,
+        split=4.8,
+        gain=0.97,
+    ),
+    "backward": Costs(
+        cta=3.9,
+        chunk=({128: 2.07, 64: 1.67}, {128: 1.39, 64: 0.82}),
+        traffic={128: 0.008, 64: 0.004},
+        summary_cta=3.3,
+        summary_chunk=0.68,
+        reverse_summary_chunk={128: 2.18, 64: 1.17},
+        parts=(1, 2, 4),
+        scan_segment=1.7,
+        scan_part=1.07,
+        split=15.0,
+        gain=0.95,
+    ),
 }
 V_TILES: tuple[VTile, ...] = (128, 64)
-SUMMARY_PARTS = 2  # CTAs of a segment and head where nothing is forgotten
+SUMMARY_KINDS = 2  # CTAs of a part and head where nothing is forgotten
 LASTING_HEADS = 4  # in trained models about one head in so many keeps what it knows beyond a segment
 FORGETTING_CHUNKS = 8  # at the end of a segment are enough for a head that forgets
 SEGMENTS = (2, 3, 4, 5, 6, 8, 11, 16, 22, 32)  # of the longest sequence
 SHORTEST_SEGMENT = 8  # chunks
 MOST_SEQUENCES = 65535  # rows of a grid
+MOST_PARTS = 512  # 96 KB a value head each
 # Beyond this many sequences and segments the SMs are evenly loaded, and scheduling them would cost host time.
 SCHEDULED_RUNS = 64
 LONG_PACK = 1024  # sequences
@@ -77,6 +108,7 @@ class Plan:
 
     v_tile: columns of V per CTA; 128 is one CTA per (segment, value head), 64 is two.
     segment_chunks: chunks of a segment, which run side by side; 0 leaves sequences whole.
+    parts: in which a segment is summarised, side by side as well.
     inverse_ctas: the most CTAs that the inverse kernel has.
     """
 
@@ -86,6 +118,7 @@ class Plan:
     why: str
     segment_chunks: int = 0
     inverse_ctas: int = 0
+    parts: int = 1
 
 
 def _kept(make: Callable[..., Plan]) -> Callable[..., Plan]:
@@ -136,9 +169,9 @@ def make(
     v_tile, us, reason = _choose_v_tile(started, hv, sm_count, costs)
     split = _choose_split(pack, tokens // CHUNK, hv, sm_count, us, costs) if auto_cp else None
     whole = f"sequences stay whole: an estimated {us:.0f} us" if auto_cp else "auto_cp is off"
-    segment_chunks, v_tile, reason = split or (0, v_tile, f"{whole}; {reason}")
+    segment_chunks, v_tile, parts, reason = split or (0, v_tile, 1, f"{whole}; {reason}")
     kernels = (SPLIT_KERNELS if segment_chunks else KERNELS)[direction]
-    return Plan("tilelang", v_tile, kernels, reason, segment_chunks, sm_count)
+    return Plan("tilelang", v_tile, kernels, reason, segment_chunks, sm_count, parts)
 
 
 def _refusal(sequences: int, dtype: str, device: str, capability: tuple[int, int] | None, missing: str) -> str:
@@ -189,49 +222,67 @@ def _recurrences_us(pack: Pack, hv: int, sm_count: int, v_tile: int, costs: Cost
     full = [(n, count) for n, count in pack if n]
     slices = HEAD_DIM // v_tile
     runs = [(n * us[v_tile] + costs.cta, count * hv * slices) for us in costs.chunk for n, count in full]
-    return _critical_us(runs, sm_count, _size(full) <= SCHEDULED_RUNS)
+    traffic_us = sum(n * count for n, count in full) * hv * costs.traffic[v_tile]
+    return _critical_us(runs, sm_count, _size(full) <= SCHEDULED_RUNS) + traffic_us
 
 
 def _choose_split(
     pack: Pack, row_chunks: int, hv: int, sm_count: int, unsplit_us: float, costs: Costs
-) -> tuple[int, VTile, str] | None:
-    """Chunks per segment, the columns of V a CTA, and why; None if sequences stay whole.
+) -> tuple[int, VTile, int, str] | None:
+    """Chunks per segment, the columns of V a CTA, the parts of a segment, and why; None if sequences stay whole.
 
     The gate decides on the device what the summary kernel costs. A split must not lose where no head forgets; the best
     of those that do not is the one for heads of which most forget, where it must pay.
     """
     longest, sequences = max(n for n, _ in pack), _size(pack)
     row_chunks = max(row_chunks, sum(n * count for n, count in pack))
-    promised: dict[tuple[int, VTile], float] = {}
-    for count, tile in product(SEGMENTS, V_TILES):
+    promised: dict[tuple[int, VTile, int], float] = {}
+    for count, tile, parts in product(SEGMENTS, V_TILES, costs.parts):
         size = -(-longest // count)
-        if size < SHORTEST_SEGMENT:
-            break
-        if row_chunks // size + sequences > MOST_SEQUENCES:  # the rows that kernels count
+        if size < parts * SHORTEST_SEGMENT:
+            continue
+        rows = (row_chunks // size + sequences) * parts  # of states, of which a sequence has at least one in each part
+        if rows > (MOST_SEQUENCES if parts == 1 else MOST_PARTS):
             continue
         segments = _segments(pack, size)
-        rest_us = _recurrences_us(segments, hv, sm_count, tile, costs) + costs.scan_segment * (count - 1) + costs.split
+        scan_us = (count - 1) * (costs.scan_segment + (parts - 1) * costs.scan_part)
+        rest_us = _recurrences_us(segments, hv, sm_count, tile, costs) + scan_us + costs.split
         if rest_us >= unsplit_us:
             continue
-        # The last segment of a sequence needs no summary, and the first one half of one.
-        summaries, firsts = _size(segments) - sequences, sum(alike for n, alike in pack if n > size)
-        whole_us, late_us = (
-            n * costs.summary_chunk[tile] + costs.summary_cta for n in (size, min(size, FORGETTING_CHUNKS))
-        )
         worst_us, typical_us = (
-            _critical_us(
-                [(whole_us, (SUMMARY_PARTS * summaries - firsts) * lasting), (late_us, summaries * (hv - lasting))],
-                sm_count,
-            )
+            _summaries_us(pack, size, parts, lasting, hv, sm_count, tile, costs)
             for lasting in (hv, -(-hv // LASTING_HEADS))
         )
         if rest_us + worst_us < unsplit_us and rest_us + typical_us < costs.gain * unsplit_us:
-            promised[size, tile] = rest_us + typical_us
+            promised[size, tile, parts] = rest_us + typical_us
     if not promised:
         return None
-    size, v_tile = min(promised, key=promised.__getitem__)
-    split = f"segments of {size} chunks, v_tile={v_tile}: an estimated {promised[size, v_tile]:.0f} us"
-    return size, v_tile, f"{split}, where whole sequences take {unsplit_us:.0f} us"
+    best = min(promised, key=promised.__getitem__)
+    size, v_tile, parts = best
+    halves = f" in {parts} parts" if parts > 1 else ""
+    split = f"segments of {size} chunks{halves}, v_tile={v_tile}: an estimated {promised[best]:.0f} us"
+    return size, v_tile, parts, f"{split}, where whole sequences take {unsplit_us:.0f} us"
+
+
+def _summaries_us(
+    pack: Pack, size: int, parts: int, lasting: int, hv: int, sm_count: int, v_tile: int, costs: Costs
+) -> float:
+    """Of segments of `size` chunks where `lasting` of the heads forget nothing."""
+    # The last segment of a sequence needs no summary, and the first part no transition.
+    summaries, firsts = _size(_segments(pack, size)) - _size(pack), sum(alike for n, alike in pack if n > size)
+    part = -(-size // parts)
+    late = min(part, FORGETTING_CHUNKS)
+    whole = (SUMMARY_KINDS * parts * summaries - firsts) * lasting
+    runs = [(part * costs.summary_chunk, whole), (late * costs.summary_chunk, summaries * (hv - lasting))]
+    if costs.reverse_summary_chunk:
+        us, slices = costs.reverse_summary_chunk[v_tile], HEAD_DIM // v_tile
+        runs = [
+            (part * costs.summary_chunk, (parts - 1) * firsts * lasting),  # transitions of last segments
+            *runs,
+            (part * us, parts * summaries * slices * lasting),
+            (late * us, summaries * slices * (hv - lasting)),
+        ]
+    return _critical_us([(us + costs.summary_cta, count) for us, count in runs], sm_count)
 
 
 def _segments(pack: Pack, size: int) -> Pack:

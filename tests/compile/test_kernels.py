@@ -171,11 +171,23 @@ def test_scan(dtype: str, reverse: bool) -> None:
     assert_nothing_was_given_up(built)
     assert_fits(built, 1)
     assert built.opcodes["HGMMA"] == 8  # M S
-    assert built.opcodes["UTMALDG"] == 2  # M
-    assert built.opcodes["BAR"] == built.source.count("__syncthreads()") == 1
+    assert built.opcodes["UTMALDG"] == 2 + 4  # M, N
+    assert built.opcodes["LDS"] == 2 * 8  # N, added or taken as it is
+    assert built.opcodes["STS"] == 4  # S
+    assert len(re.findall(rf"flags_of\([^;]*, {1 + reverse}\)", built.source)) == 2  # by both roles, of this direction
+    assert built.source.count("__syncthreads()") == 1
     ends, (state_and_load,) = split_roles(built)
-    assert ends == [WARP_GROUP]
-    assert re.search(in_order("tl::wgmma_rs<", "*)(states + ", "else", "tma_load("), state_and_load)
+    assert ends == [2 * WARP_GROUP]
+    # The state is published before anybody is told of it, and both warpgroups have read a stage that is given back.
+    published = in_order(
+        "tl::wgmma_ss<",
+        "tl::fence_proxy_async(); tl::__sync_thread_partial(8, 256);",
+        "arrive()",
+        "states[",
+        "else",
+        "tma_load(",
+    )
+    assert re.search(published, state_and_load)
 
 
 @pytest.mark.parametrize("arguments", CHAIN.values(), ids=CHAIN)

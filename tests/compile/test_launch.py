@@ -14,7 +14,7 @@ from flashqla.ops import checks, chunk_gated_delta_rule, gated_delta_rule, plan
 from flashqla.ops.kernels import launch, launch_backward
 
 Key = tuple[Any, ...]  # a kernel's name, and the arguments of its builder
-HEADS = [(1, 1), (2, 8), (4, 4), (16, 32)]
+HEADS = [(1, 1), (2, 8), (4, 4), (6, 12), (16, 32)]
 LENGTHS = [(1,), (64, 65), (0, 130, 3), (20000,)]
 
 

@@ -1,5 +1,8 @@
 """The backward kernels on Hopper against float64, at the inputs that have broken such kernels elsewhere."""
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +11,14 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
 from flashqla.errors import ArgumentError
-from flashqla.ops import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd, strict
+from flashqla.ops import (
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+    gated_delta_rule,
+    repeats,
+    strict,
+)
 from flashqla.reference import chunk_gated_delta_rule_backward
 
 Arguments = dict[str, Any]
@@ -25,6 +35,8 @@ def gates(kind: str, shape: tuple[int, ...]) -> Tensor:
         "zero": torch.zeros_like(x),
         "half_zero": torch.where(pick < 0.5, 0.0, typical),
         "tiny": torch.full_like(x, 1e-12).log(),
+        # Each four chunks let 2^-3, 2^-8, 2^-13 ... through.
+        "even": torch.zeros_like(x) - math.log(2) / 256 * (3 + 5 * torch.arange(shape[-1], device="cuda")),
         "reset": typical.masked_fill(pick < 0.03, -torch.inf).masked_fill(pick > 0.97, -90.0),
     }[kind]
 
@@ -155,6 +167,46 @@ def test_states_are_optional_each():
 
 def test_state_v_first():
     check(make([130, 64]), state_v_first=True)
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
+    """Makes backward passes run in segments of so many chunks, each in so many parts, with so many columns a CTA."""
+    planned = gated_delta_rule._plan
+    monkeypatch.setattr(repeats, "_launchable", lambda q: False)  # a recording would hold the first plan
+
+    def choose(segment_chunks: int, parts: int, v_tile: Any) -> None:
+        def chosen(problem: Any, direction: Any = "forward") -> Any:
+            plan = planned(problem, direction)
+            facts: dict[str, Any] = {"segment_chunks": segment_chunks, "parts": parts, "v_tile": v_tile}
+            return replace(plan, **facts) if direction == "backward" else plan
+
+        monkeypatch.setattr(gated_delta_rule, "_plan", chosen)
+
+    return choose
+
+
+# The last segments are of one chunk, of no whole part, of all; two sequences are in one segment.
+LENGTHS_OF_SEGMENTS = [1090, 0, 2500, 63, 2048]
+
+
+@pytest.mark.parametrize("v_tile", [64, 128])
+@pytest.mark.parametrize(("segment_chunks", "parts"), [(16, 1), (16, 4), (11, 2), (5, 2), (3, 4), (1, 1)])
+@pytest.mark.parametrize("gate", ["typical", "strong", "zero", "even", "reset"])
+def test_segments_of_any_size(split, gate, segment_chunks, parts, v_tile):
+    split(segment_chunks, parts, v_tile)
+    check(make(LENGTHS_OF_SEGMENTS, gate=gate, tail=70), 2e-2 if gate == "strong" else TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gate", ["zero", "even"])
+def test_states_of_segments_are_optional_each(split, gate, dtype):
+    split(16, 4, 64)
+    arguments, do, dht = make(LENGTHS_OF_SEGMENTS, gate=gate, dtype=dtype)
+    exact = chunk_gated_delta_rule_backward(**arguments, do=do, dtype=torch.float64)
+    assert_near(differentiate(arguments, do, None), exact._asdict())
+    arguments["initial_state"] = None
+    check((arguments, do, dht))
 
 
 def test_low_level_op():

@@ -1,5 +1,6 @@
 """Sequences in segments: the same results as whole, against float64, whatever the size of a segment."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ def arguments(case):
 def run(
     segment_chunks,
     v_tile,
+    parts,
     q,
     k,
     v,
@@ -57,7 +59,7 @@ def run(
         output_h=output_h,
     )
     chosen = plan.make(hv=problem.hv, seqlens=problem.seqlens)
-    return launch.forward(problem, replace(chosen, segment_chunks=segment_chunks, v_tile=v_tile))
+    return launch.forward(problem, replace(chosen, segment_chunks=segment_chunks, v_tile=v_tile, parts=parts))
 
 
 CASES = [
@@ -72,13 +74,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("v_tile", [64, 128])
-@pytest.mark.parametrize("segment_chunks", [1, 5, 16])
+@pytest.mark.parametrize(("segment_chunks", "parts"), [(1, 1), (5, 1), (5, 2), (16, 1), (16, 4), (3, 4)])
 @pytest.mark.parametrize("case", CASES)
-def test_segments_of_any_size(case, segment_chunks, v_tile):
+def test_segments_of_any_size(case, segment_chunks, parts, v_tile):
     given = arguments(case)
     o, final_state = chunk_gated_delta_rule_reference(**given, dtype=torch.float64)
-    first = run(segment_chunks, v_tile, **given)
-    again = run(segment_chunks, v_tile, **given)
+    first = run(segment_chunks, v_tile, parts, **given)
+    again = run(segment_chunks, v_tile, parts, **given)
     assert relative(first.o, o) < BOUND
     assert relative(first.final_state, final_state) < BOUND
     assert torch.equal(first.o, again.o)
@@ -87,9 +89,24 @@ def test_segments_of_any_size(case, segment_chunks, v_tile):
         assert not first.o[:, -case.tail :].any()
 
 
+@pytest.mark.parametrize("exponent", [7, 13, 18, 23])
+def test_parts_that_forget_together(exponent):
+    """Each part lets 2^-exponent of a state through; by the end of a segment nothing is left of the first one."""
+    given = arguments(Case(2, 4, (4096, 1030), gate="zero"))
+    given["g"].fill_(-exponent * math.log(2) / (4 * plan.CHUNK))
+    o, final_state = chunk_gated_delta_rule_reference(**given, dtype=torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what is allocated has NaN in it
+    try:
+        found = run(16, 64, 4, **given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert relative(found.o, o) < BOUND
+    assert relative(found.final_state, final_state) < BOUND
+
+
 def test_states_of_chunks_in_segments():
     given = arguments(Case(2, 4, (700, 0, 300)))
-    whole, split = (run(size, 64, **given, output_h=True) for size in (0, 4))
+    whole, split = (run(size, 64, 1, **given, output_h=True) for size in (0, 4))
     assert relative(split.h, whole.h.double()) < BOUND
 
 

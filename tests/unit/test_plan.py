@@ -65,6 +65,48 @@ def test_splits(hv, seqlens, splits):
     if splits:
         assert plan.SHORTEST_SEGMENT <= chosen.segment_chunks < max(seqlens) / plan.CHUNK
         assert f"segments of {chosen.segment_chunks} chunks" in chosen.why
+        assert (f" in {chosen.parts} parts" in chosen.why) == (chosen.parts > 1)
+
+
+@pytest.mark.parametrize("v_tile", plan.V_TILES)
+def test_summaries_share_the_sms(v_tile):
+    """Of four segments in two parts each, on one SM: all CTAs run one after the other."""
+    forward, backward = plan.COSTS["forward"], plan.COSTS["backward"]
+    states, gradients = 2 * 3, 2 * 3 * 128 // v_tile
+    known_at_the_start, in_the_last_segment = 1, 1
+    transitions = 2 * 3 - known_at_the_start
+    for costs, kinds in (
+        (forward, [(forward.summary_chunk, states + transitions)]),
+        (
+            backward,
+            [
+                (backward.summary_chunk, states + transitions + in_the_last_segment),
+                (backward.reverse_summary_chunk[v_tile], gradients),
+            ],
+        ),
+    ):
+        expected = sum((5 * us + costs.summary_cta) * ctas for us, ctas in kinds)
+        assert plan._summaries_us([(40, 1)], 10, 2, 1, 1, 1, v_tile, costs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_segments_come_in_parts_where_few_summaries_are_long(direction):
+    """Of 16 heads 4 are taken to last: their summaries leave SMs idle."""
+    chosen = plan.make(hv=16, seqlens=(32768,), direction=direction)
+    assert chosen.parts > 1
+    assert chosen.segment_chunks >= chosen.parts * plan.SHORTEST_SEGMENT
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("short", [100, 10000, 60000])
+def test_among_many_sequences_segments_come_whole(short, direction):
+    """A sequence has a state in memory for each part, used or not, and a grid has no more than 65,535 rows."""
+    seqlens = (*[1] * short, 1_000_000)
+    chosen = plan.make(hv=4, seqlens=seqlens, direction=direction)
+    rows = sum(seqlens) // (plan.CHUNK * chosen.segment_chunks) + len(seqlens)
+    assert chosen.segment_chunks
+    assert rows * chosen.parts <= (plan.MOST_PARTS if chosen.parts > 1 else plan.MOST_SEQUENCES)
+    assert (chosen.parts > 1) == (short == 100)
 
 
 def test_a_split_promises_a_gain_even_if_no_head_forgets():
@@ -82,8 +124,8 @@ def test_a_split_promises_a_gain_even_if_no_head_forgets():
             _, whole_us, _ = plan._choose_v_tile(pack, hv, 132, plan.COSTS["forward"])
             _, forward_us, _ = plan._choose_v_tile(segments, hv, 132, plan.COSTS["forward"])
             costs = plan.COSTS["forward"]
-            us = split.segment_chunks * costs.summary_chunk[split.v_tile] + costs.summary_cta
-            summary = plan._critical_us([(us, hv * (2 * (plan._size(segments) - 1) - 1))], 132)
+            us = -(-split.segment_chunks // split.parts) * costs.summary_chunk + costs.summary_cta
+            summary = plan._critical_us([(us, hv * (2 * split.parts * (plan._size(segments) - 1) - 1))], 132)
             assert forward_us + summary + costs.split < whole_us
 
 

@@ -5,7 +5,8 @@
 
 Shapes  q, k [T, hk, 128], v (forward) or dO (reverse) [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records of the inverse kernel;
         entering [N, hv, K, V] fp32, bf16 or fp16, leaving the same in fp32, any strides: the initial state (forward), or the gradients of the
-        final state and of the initial one (reverse); of a split sequence starts [segments, hv, V, K] fp32, what leaves each segment
+        final state and of the initial one (reverse); of a split sequence starts [segments * parts, hv, V, K] fp32: what leaves each segment at the
+        end of its last part (forward) or at the front of its first one (reverse)
         ->  states [pairs, hv, V, K]: S that enters each second chunk (forward), or [slots, hv, V, K]: dS of the state that leaves each
         (reverse); y [T, hv, 128]: U, or beta dY, where a beta below SMALL_BETA counts as 1 (the gradient of such a beta cannot be had from beta dY)
 Grid    a CTA per segment (of segment_chunks chunks; 0: a whole sequence), value head and v_tile columns of V
@@ -19,8 +20,9 @@ while the reverse one runs, and waits for it at its end, so that whoever waits f
 In fp16 the reverse recurrence takes the decay of a chunk's first token out of its factors, and multiplies dS with it last: where gates are strong,
 scale decay Q and beta decay K have no elements that fp16 could hold, while the first token decides what dS is.
 
-A third kind, the summary, is the reverse recurrence over a segment from 0: it writes what leaves the segment to starts, for the scan, and nothing
-else. It leaves out chunks that the gate forgets, and the first segment, from which nothing follows.
+A third kind, the summary, is the reverse recurrence over a part of a segment from 0: it writes what leaves the part to starts, for the scan, and
+nothing else. It leaves out what is forgotten in front of it in its segment, where that is all of a part without a word, and the first segment, from
+which nothing follows.
 
     STATE  one or two warpgroups, 64 columns of V each           LOAD   one warp: TMA in, zeros past the end of a sequence
     SCORE  one warpgroup, reverse: P                             STORE  one warp: states and y out
@@ -86,20 +88,20 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
     QK_READERS = SCORE_END // WARP
 
-    tokens, slots, state_slots, hk, hv, sequences, segments, offsets = (
-        T.dynamic(x) for x in ("tokens", "slots", "state_slots", "hk", "hv", "sequences", "segments", "offsets")
+    tokens, slots, state_slots, hk, hv, sequences, rows, offsets = (
+        T.dynamic(x) for x in ("tokens", "slots", "state_slots", "hk", "hv", "sequences", "rows", "offsets")
     )
     q0, q1, k0, k1, v0, v1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1"))
     e0, e1, e2, e3, l0, l1, l2, l3, s0, s1, s2, s3 = (T.dynamic(f"{x}{d}") for x in "els" for d in range(4))
 
     @T.macro
     def read_state(S, x, w):
-        if x.is_inner != 0:  # another segment is in front of this one (reverse: behind it), or forgotten
+        if x.is_inner != 0:  # another segment or part is in front of this one (reverse: behind it), or forgotten
             if summary:
                 T.clear(S)
             else:
                 for v, k in T.Parallel(TILE, HEAD_DIM):
-                    S[v, k] = x.starts[x.segment + (1 if reverse else -1), x.head, x.first_column + w * TILE + v, k]
+                    S[v, k] = x.starts[x.row, x.head, x.first_column + w * TILE + v, k]
         elif x.has_entering != 0:
             for v, k in T.Parallel(TILE, HEAD_DIM):
                 S[v, k] = T.cast(x.entering[x.sequence, x.head, k, x.first_column + w * TILE + v], "float32")
@@ -111,9 +113,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     @T.macro
     def write_state(S, x, w):
         if summary:
-            if x.chunks > 0:
+            if x.chunks >= 0:
                 for v, k in T.Parallel(TILE, HEAD_DIM):
-                    x.starts[x.segment, x.head, x.first_column + w * TILE + v, k] = S[v, k]
+                    x.starts[x.row, x.head, x.first_column + w * TILE + v, k] = S[v, k]
         elif T.And(x.is_first, x.has_leaving != 0):
             for v, k in T.Parallel(TILE, HEAD_DIM):
                 x.leaving[x.sequence, x.head, k, x.first_column + w * TILE + v] = S[v, k]
@@ -320,16 +322,17 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         states: T.Tensor((state_slots, hv, HEAD_DIM, HEAD_DIM), dtype),
         y: T.Tensor((tokens, hv, HEAD_DIM), dtype),
         leaving: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (l0, l1, l2, l3), "float32"),
-        starts: T.StridedTensor((segments, hv, HEAD_DIM, HEAD_DIM), (s0, s1, s2, s3), "float32"),
+        starts: T.StridedTensor((rows, hv, HEAD_DIM, HEAD_DIM), (s0, s1, s2, s3), "float32"),
         scale: T.float32,
         group: T.int32,
         offset_step: T.int32,
         segment_chunks: T.int32,
+        parts: T.int32,
         has_entering: T.int32,
         has_leaving: T.int32,
     ):
-        # Neighbouring CTAs take the heads of one segment, which read the same q and k.
-        with T.Kernel(hv * slices, segments, threads=THREADS) as (bx, segment):
+        # Neighbouring CTAs take the heads of one segment or part, which read the same q and k.
+        with T.Kernel(hv * slices, rows if summary else T.truncdiv(rows, parts), threads=THREADS) as (bx, by):
             T.import_source(cuda("tiles", "segments"))
             k_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
             record_smem = T.alloc_shared((QK_STAGES, BACKWARD_RECORD, CHUNK), "float32")
@@ -361,22 +364,27 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             head = bx // slices
             k_head: T.int32 = T.truncdiv(head, group)
             found = T.alloc_local((FOUND,), "int32")
-            find_segment(found, cu_seqlens, offset_step, sequences, tokens, segment_chunks, segment)
+            find_segment(found, cu_seqlens, offset_step, sequences, tokens, segment_chunks, T.truncdiv(by, parts) if summary else by)
             sequence, index, first, length, slot = (found[n] for n in (SEQUENCE, INDEX, FIRST, LENGTH, SLOT))
             chunks = T.alloc_var("int32")
             is_inner = T.alloc_var("int32")
             is_inner = T.if_then_else(found[BEHIND] > 0 if reverse else index > 0, 1, 0)
             chunks = T.ceildiv(length, CHUNK)
+            before = 0  # chunks of the segment in front of this part
             if summary:
+                each, before, end = (T.alloc_var("int32") for _ in range(3))
+                each = T.ceildiv(segment_chunks, parts)
+                before = T.min(T.truncmod(by, parts) * each, chunks)
+                end = T.min(before + each, chunks)
+                chunks = -1  # nobody asks for what leaves this part
                 if index > 0:
                     chunks = T.call_extern(
                         "int32", "flashqla::forgotten_after", T.address_of(records[slot, head, CHUNK_DECAY, 1]), hv * BACKWARD_RECORD * CHUNK,
-                        T.ceildiv(length, CHUNK), FORGOTTEN,
+                        end, FORGOTTEN,
                     )
-                    if chunks < T.ceildiv(length, CHUNK):
+                    if T.Or(chunks < end, end * CHUNK < length):
                         is_inner = 1
-                else:
-                    chunks = 0
+                    chunks = chunks - before  # negative where it is forgotten in front
             if leads:
                 T.pdl_sync()  # until what the kernels before wrote is there
                 T.pdl_trigger()  # by then it is there for the forward kernel too
@@ -385,8 +393,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
                 qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
                 s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
-                tx=tx, sequence=sequence, segment=segment, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
-                slot=slot, pair=found[PAIR], chunks_before=index * segment_chunks, bos=first, length=length, chunks=chunks, is_first=index == 0, is_inner=is_inner,
+                tx=tx, sequence=sequence, row=by if summary else (by + 1) * parts if reverse else by * parts - 1, head=head, k_head=k_head,
+                first_column=(bx % slices) * v_tile, slot=slot + before, pair=found[PAIR], chunks_before=index * segment_chunks, bos=first + before * CHUNK,
+                length=length - before * CHUNK, chunks=chunks, is_first=index == 0, is_inner=is_inner,
                 has_entering=has_entering, has_leaving=has_leaving, scale=scale,
             )
             if tx < WARP_GROUP:

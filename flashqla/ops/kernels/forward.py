@@ -5,7 +5,7 @@
 
 Shapes  q, k [T, hk, 128], v, o [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records [slots, hv, 6, 64] fp32 of the inverse kernel;
         initial_state [N, hv, K, V] fp32, bf16 or fp16, final_state the same in fp32, any strides; on demand h [chunks, hv, K, V],
-        the state that enters each chunk; of a split sequence states [segments, hv, V, K] fp32, at the end of each segment
+        the state that enters each chunk; of a split sequence states [segments * parts, hv, V, K] fp32, at the end of each segment
 Grid    a CTA per segment (of segment_chunks chunks; 0: a whole sequence), value head and v_tile columns of V
 Cost    per chunk and value head 9 products of 64x64x128 (P once per CTA) and 48 KB of HBM
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
@@ -64,8 +64,8 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
     STORE_END = LOAD_END + WARP
     THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
 
-    tokens, slots, hk, hv, sequences, segments, offsets, h_chunks = (
-        T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "segments", "offsets", "h_chunks")
+    tokens, slots, hk, hv, sequences, rows, offsets, h_chunks = (
+        T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "rows", "offsets", "h_chunks")
     )
     q0, q1, k0, k1, v0, v1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1"))
     i0, i1, i2, i3, f0, f1, f2, f3, h0, h1, h2, h3, s0, s1, s2, s3 = (T.dynamic(f"{x}{d}") for x in "ifhs" for d in range(4))
@@ -81,7 +81,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
     def read_state(S, x, w):
         if x.index > 0:
             for v, k in T.Parallel(TILE, HEAD_DIM):
-                S[v, k] = x.states[x.segment - 1, x.head, x.first_column + w * TILE + v, k]
+                S[v, k] = x.states[x.segment * x.parts - 1, x.head, x.first_column + w * TILE + v, k]
         elif x.has_initial_state != 0:
             for v, k in T.Parallel(TILE, HEAD_DIM):
                 S[v, k] = T.cast(x.initial_state[x.sequence, x.head, k, x.first_column + w * TILE + v], "float32")
@@ -373,16 +373,17 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         o: T.Tensor((tokens, hv, HEAD_DIM), dtype),
         final_state: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (f0, f1, f2, f3), "float32"),
         h: T.StridedTensor((h_chunks, hv, HEAD_DIM, HEAD_DIM), (h0, h1, h2, h3), dtype),
-        states: T.StridedTensor((segments, hv, HEAD_DIM, HEAD_DIM), (s0, s1, s2, s3), "float32"),
+        states: T.StridedTensor((rows, hv, HEAD_DIM, HEAD_DIM), (s0, s1, s2, s3), "float32"),
         scale: T.float32,
         group: T.int32,
         offset_step: T.int32,
         segment_chunks: T.int32,
+        parts: T.int32,
         has_initial_state: T.int32,
         has_final_state: T.int32,
     ):
         # Neighbouring CTAs take the heads of one segment, which read the same q and k.
-        with T.Kernel(hv * slices, segments, threads=THREADS) as (bx, segment):
+        with T.Kernel(hv * slices, T.truncdiv(rows, parts), threads=THREADS) as (bx, segment):
             T.import_source(cuda("tiles", "segments"))
             q_smem = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
             k_smem = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
@@ -422,7 +423,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 q=q, k=k, v=v, A=A, records=records, initial_state=initial_state, final_state=final_state, h=h, states=states,
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, o_smem=o_smem,
                 in_ready=in_ready, in_free=in_free, p_ready=p_ready, p_free=p_free, o_ready=o_ready, o_free=o_free, tail_ready=tail_ready,
-                tx=tx, sequence=sequence, segment=segment, index=index, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
+                tx=tx, sequence=sequence, segment=segment, parts=parts, index=index, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
                 slot=found[SLOT], bos=first, length=length, chunks=T.ceildiv(length, CHUNK), first_chunk=first_chunk,
                 ended=ended, has_initial_state=has_initial_state,
             )

@@ -84,19 +84,19 @@ def forward(problem: Problem, plan: Plan, output_g: bool = False, kernel: Callab
     if output_g:
         invert(without_beta, False)
     invert(A, True)
-    segments, states = plan.segment_chunks, nothing
+    segments, parts, states = plan.segment_chunks, plan.parts, nothing
     if segments:
-        slots = tokens // (CHUNK * segments) + sequences
-        states = records.new_empty((slots, hv, HEAD_DIM, HEAD_DIM))
+        rows = (tokens // (CHUNK * segments) + sequences) * parts
+        states = records.new_empty((rows, hv, HEAD_DIM, HEAD_DIM))
         transitions = q.new_empty(states.shape)
-        forgets = records.new_empty((slots, hv), dtype=torch.int32)
+        forgets = records.new_empty((rows, hv), dtype=torch.int32)
         kernel("summary", dtype, DTYPES[initial.dtype])(
-            k, v, A, records, offsets, initial, states, transitions, forgets, hv // p.hk, step, segments, int(p.initial_state is not None),
+            k, v, A, records, offsets, initial, states, transitions, forgets, hv // p.hk, step, segments, parts, int(p.initial_state is not None),
         )
-        kernel("scan", dtype)(offsets, states, transitions, forgets, tokens, step, segments, sequences)
+        kernel("scan", dtype)(offsets, states, transitions, forgets, tokens, step, segments, parts, sequences)
     kernel("forward", plan.v_tile, dtype, DTYPES[initial.dtype], p.output_h)(
         q, k, v, A, records, offsets, initial, o, nothing if final_state is None else _key_first(p, final_state),
-        None if h is None else _key_first(p, h).flatten(0, 1), states, p.scale, hv // p.hk, step, segments,
+        None if h is None else _key_first(p, h).flatten(0, 1), states, p.scale, hv // p.hk, step, segments, parts,
         int(p.initial_state is not None), int(p.output_final_state),
     )
     # fmt: on

@@ -84,26 +84,26 @@ def raw_gradients(
         cumulative, A = saved[0].flatten(0, 1), saved[1].flatten(0, 1).contiguous()
         kernel("records", DTYPES[beta.dtype])(cumulative, beta, offsets, records, p.scale, sequences, step)
     has_initial, has_dht, has_dinitial = (int(x is not None) for x in (p.initial_state, dht, dinitial))
-    segments = plan.segment_chunks
+    segments, parts = plan.segment_chunks, plan.parts
     starts = dstarts = nothing  # of a split sequence, the state in front of segments and its gradient behind them
     if segments:
-        shape = (tokens // (CHUNK * segments) + sequences, hv, HEAD_DIM, HEAD_DIM)
+        shape = ((tokens // (CHUNK * segments) + sequences) * parts, hv, HEAD_DIM, HEAD_DIM)
         starts, dstarts = (records.new_empty(shape) for _ in range(2))
         transitions, forgets = q.new_empty(shape), records.new_empty(shape[:2], dtype=torch.int32)
         kernel("summary", dtype, DTYPES[initial.dtype], True)(
-            k, v, A, records, offsets, initial, starts, transitions, forgets, group, step, segments, has_initial,
+            k, v, A, records, offsets, initial, starts, transitions, forgets, group, step, segments, parts, has_initial,
         )
         kernel("chain", "summary", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
-            q, k, do, A, records, offsets, dfinal, None, None, None, dstarts, p.scale, group, step, segments, has_dht, 0,
+            q, k, do, A, records, offsets, dfinal, None, None, None, dstarts, p.scale, group, step, segments, parts, has_dht, 0,
         )
-        kernel("scan", dtype)(offsets, starts, transitions, forgets, tokens, step, segments, sequences)
-        kernel("scan", dtype, True)(offsets, dstarts, transitions, forgets, tokens, step, segments, sequences)
+        kernel("scan", dtype)(offsets, starts, transitions, forgets, tokens, step, segments, parts, sequences)
+        kernel("scan", dtype, True)(offsets, dstarts, transitions, forgets, tokens, step, segments, parts, sequences)
     kernel("chain", "reverse", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
         q, k, do, A, records, offsets, dfinal, dstates, dv, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
-        p.scale, group, step, segments, has_dht, has_dinitial,
+        p.scale, group, step, segments, parts, has_dht, has_dinitial,
     )
     kernel("chain", "forward", plan.v_tile, dtype, DTYPES[initial.dtype])(
-        None, k, v, A, records, offsets, initial, states, u, None, starts, p.scale, group, step, segments, has_initial, 0,
+        None, k, v, A, records, offsets, initial, states, u, None, starts, p.scale, group, step, segments, parts, has_initial, 0,
     )
     del A, starts, dstarts  # what comes next may lie where they lay: it is written when those who read them have ended
     dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))

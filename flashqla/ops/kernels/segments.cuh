@@ -61,6 +61,12 @@ __device__ __forceinline__ long long chunk_of(const int* offsets, int step, int 
   return (static_cast<long long>(found[1]) << 7) + found[0];
 }
 
+// Of up to 32 parts, `step` rows of flags apart, a bit for each that has this flag. By all lanes of a warp.
+__device__ __forceinline__ unsigned flags_of(const int* flags, long long stride, int first, int step, int count, int flag) {
+  const int lane = threadIdx.x & 31;
+  return __ballot_sync(~0u, lane < count && (flags[(first + static_cast<long long>(step) * lane) * stride] & flag) != 0);
+}
+
 // The last chunk from which on the decay is below 2^limit, so that a state from before it is forgotten by the end; -1 if there is none.
 // decays: base-2 log of the decay of each chunk. By all lanes of a warp; in every warp the same.
 __device__ __forceinline__ int forgotten_before(const float* decays, long long stride, int chunks, float limit) {

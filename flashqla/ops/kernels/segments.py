@@ -4,6 +4,7 @@ import tilelang.language as T
 
 SEQUENCE, INDEX, FIRST, LENGTH, BEHIND, SLOT, PAIR = range(7)  # of what find_segment writes, see segments.cuh
 FOUND = 7
+STATE_KNOWN, GRADIENT_KNOWN = 1, 2  # flags of a part: what leaves it at its end, or at its front, is N, or nobody asks for it
 
 
 @T.macro

@@ -1,16 +1,21 @@
-"""What a segment of a sequence does to the state that enters it, S -> M S + N, so that segments can run side by side.
+"""What each part of a segment does to the state that enters it, S -> M S + N, so that segments can run side by side.
 
     X = K S      U = A (V - decay X)      S <- decay_C S + (decay_C / decay K)^T U
-    N: from S = 0 (the first segment: from the initial state);   M: from S = 1 with V = 0
+    N: from S = 0 (the first part of a sequence: from the initial state);   M: from S = 1 with V = 0
 
 Shapes  k [T, hk, 128], v [T, hv, 128] bf16 or fp16; A [T, hv, 64] and records of the inverse kernel; initial_state [N, hv, K, V]
-        ->  states [segments, hv, V, K] fp32 (N^T), transitions [segments, hv, K', K] in the dtype of k (M^T), forgets [segments, hv] int32
-Grid    a CTA per segment, value head and kind (M or N), with a warpgroup for each 64 of 128 rows
+        ->  states [segments * parts, hv, V, K] fp32 (N^T), transitions [segments * parts, hv, K', K] in the dtype of k (M^T),
+        forgets [segments * parts, hv] int32, flags: a scan takes N alone
+Grid    a CTA per part, value head and kind (M or N), with a warpgroup for each 64 of 128 rows
 Cost    per chunk and CTA 5 products of 64x64x128 and 42 KB through L2
 Source  affine in the state, as the recurrence is: Gated Delta Networks, arXiv 2412.06464
 
-A head whose gate forgets has S -> N: then M is not made, and N starts where what came before no longer matters. That is decided here, from the
-gate itself. The first segment needs no M either, and the last one nothing.
+A head whose gate forgets has S -> N: then M is not made, and N starts where what came before no longer matters at the end of the segment. That is
+decided here, from the gate itself; parts in front of that are left out. The first part of a sequence needs no M either, and the last segment
+nothing. So few CTAs have much to do: parts of a segment let more of them share it, and cost the scan a step each.
+
+Backward, M is made where either direction needs it. The gradient of a state starts behind the last token of a sequence, and goes to the second
+segment: the last one needs M of all parts but the last, the first one of none. What is forgotten counts from the front of a segment.
 """
 
 from types import SimpleNamespace
@@ -36,7 +41,18 @@ from flashqla.ops.kernels.common import (
     WARP_GROUP,
     cuda,
 )
-from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, SEQUENCE, SLOT, find_segment
+from flashqla.ops.kernels.segments import (
+    BEHIND,
+    FIRST,
+    FOUND,
+    GRADIENT_KNOWN,
+    INDEX,
+    LENGTH,
+    SEQUENCE,
+    SLOT,
+    STATE_KNOWN,
+    find_segment,
+)
 
 STAGES = 3
 HALVES = HEAD_DIM // TILE
@@ -49,11 +65,12 @@ STATE_REGISTERS, LOAD_REGISTERS = 232, 40
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
 def build_summary(dtype: str, state_dtype: str, backward: bool = False):
-    """The kernel for k and v in `dtype` and initial states in `state_dtype`. backward: for records of that pass, and an A without beta."""
+    """The kernel for k and v in `dtype` and initial states in `state_dtype`.
+
+    backward: for records of that pass, and an A without beta; M is for gradients of states, too.
+    """
     record = BACKWARD_RECORD if backward else RECORD
-    tokens, slots, hk, hv, sequences, offsets, segments = (
-        T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "offsets", "segments")
-    )
+    tokens, slots, hk, hv, sequences, offsets, rows = (T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "offsets", "rows"))
     k0, k1, v0, v1, i0, i1, i2, i3 = (T.dynamic(x) for x in ("k0", "k1", "v0", "v1", "i0", "i1", "i2", "i3"))
 
     @T.macro
@@ -103,10 +120,10 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
                 T.barrier_arrive(x.free[s])
         if x.is_transition:
             for v, k in T.Parallel(TILE, HEAD_DIM):
-                transitions[x.segment, x.head, first_row + v, k] = S[v, k]
+                transitions[x.row, x.head, first_row + v, k] = S[v, k]
         else:
             for v, k in T.Parallel(TILE, HEAD_DIM):
-                states[x.segment, x.head, first_row + v, k] = S[v, k]
+                states[x.row, x.head, first_row + v, k] = S[v, k]
 
     @T.macro
     def load(x, k, v, A, records):
@@ -122,6 +139,14 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
             T.tma_copy(records[x.slot + i, x.head, :, :], x.record_smem[s, :, :], barrier=x.ready[s])
             T.barrier_arrive(x.ready[s])
 
+    def forgotten_before(records, slot, head, chunks):
+        decays = T.address_of(records[slot, head, CHUNK_DECAY, 1])
+        return T.call_extern("int32", "flashqla::forgotten_before", decays, hv * record * CHUNK, chunks, FORGOTTEN)
+
+    def forgotten_after(records, slot, head, chunks):
+        decays = T.address_of(records[slot, head, CHUNK_DECAY, 1])
+        return T.call_extern("int32", "flashqla::forgotten_after", decays, hv * record * CHUNK, chunks, FORGOTTEN)
+
     @T.prim_func
     def segment_summary(
         k: T.StridedTensor((tokens, hk, HEAD_DIM), (k0, k1, 1), dtype),
@@ -130,15 +155,16 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
         records: T.Tensor((slots, hv, record, CHUNK), "float32"),
         cu_seqlens: T.Tensor((offsets,), "int32"),
         initial_state: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (i0, i1, i2, i3), state_dtype),
-        states: T.Tensor((segments, hv, HEAD_DIM, HEAD_DIM), "float32"),
-        transitions: T.Tensor((segments, hv, HEAD_DIM, HEAD_DIM), dtype),
-        forgets: T.Tensor((segments, hv), "int32"),
+        states: T.Tensor((rows, hv, HEAD_DIM, HEAD_DIM), "float32"),
+        transitions: T.Tensor((rows, hv, HEAD_DIM, HEAD_DIM), dtype),
+        forgets: T.Tensor((rows, hv), "int32"),
         group: T.int32,
         offset_step: T.int32,
         segment_chunks: T.int32,
+        parts: T.int32,
         has_initial_state: T.int32,
     ):
-        with T.Kernel(hv, segments, KINDS, threads=THREADS) as (head, segment, kind):
+        with T.Kernel(hv, rows, KINDS, threads=THREADS) as (head, row, kind):
             T.import_source(cuda("tiles", "segments"))
             k_smem = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
             v_smem = T.alloc_shared((STAGES, HALVES, CHUNK, TILE), dtype)
@@ -150,31 +176,53 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
             tx = T.get_thread_binding()
             is_transition = kind == 0
             found = T.alloc_local((FOUND,), "int32")
-            find_segment(found, cu_seqlens, offset_step, sequences, tokens, segment_chunks, segment)
+            find_segment(found, cu_seqlens, offset_step, sequences, tokens, segment_chunks, T.truncdiv(row, parts))
             sequence, index, first, slot = (found[n] for n in (SEQUENCE, INDEX, FIRST, SLOT))
+            # Variables, because a quotient that is let stand is computed again, in 64 bits, wherever it is used.
+            part, each, before, chunks, behind, start, known, skip = (T.alloc_var("int32") for _ in range(8))
+            part = T.truncmod(row, parts)
+            each = T.ceildiv(segment_chunks, parts)
+            before = T.min(part * each, segment_chunks)  # chunks of the segment in front of this part
+            chunks = T.min(each, segment_chunks - before)
+            behind = found[BEHIND]  # tokens of the sequence
+            if backward:
+                behind = behind + T.max(found[LENGTH] - (before + chunks) * CHUNK, 0)
             T.pdl_sync()  # until what the inverse kernel wrote is there
             T.pdl_trigger()
-            if found[BEHIND] > 0:  # not the last one, so it is whole
-                start: T.int32 = T.call_extern(
-                    "int32", "flashqla::forgotten_before", T.address_of(records[slot, head, CHUNK_DECAY, 1]), hv * record * CHUNK, segment_chunks, FORGOTTEN
-                )
-                # The first segment starts from a state that is known: nothing is left to multiply.
-                known: T.int32 = T.if_then_else(T.Or(start >= 0, index == 0), 1, 0)
-                skip: T.int32 = T.max(start, 0)
+            if behind > 0:  # of whole chunks, and not the last one
+                # By the end of the segment, not of this part: of parts that forget together the scan multiplies none, but starts in the one where
+                # what matters begins, which is the same for all of them. Nobody asks for what is in front of that, and nothing is written there.
+                start = segment_chunks  # of the last segment nobody asks for N
+                if found[BEHIND] > 0:
+                    start = forgotten_before(records, slot + before, head, segment_chunks - before)
+                # The first part of a sequence starts from a state that is known: nothing is left to multiply.
+                known = T.if_then_else(T.Or(start >= 0, index + part == 0), STATE_KNOWN, 0)
+                skip = before + T.max(start, 0)
+                if backward:
+                    if is_transition:  # M is whole
+                        skip = before
+                    gradient_end = T.alloc_var("int32")
+                    gradient_end = 0  # chunks of the segment up to which a gradient that enters behind this part matters
+                    if index > 0:
+                        gradient_end = forgotten_after(records, slot, head, before + chunks)
+                    if gradient_end < before + chunks:
+                        known = known + GRADIENT_KNOWN
+                else:
+                    known = known + GRADIENT_KNOWN
                 if kind == 1:
                     if tx == 0:
-                        forgets[segment, head] = known
+                        forgets[row, head] = known
                 x = SimpleNamespace(
                     k_smem=k_smem, v_smem=v_smem, a_smem=a_smem, record_smem=record_smem, ready=ready, free=free, tx=tx,
-                    sequence=sequence, segment=segment, head=head, k_head=T.truncdiv(head, group),
-                    bos=first + skip * CHUNK, slot=slot + skip, count=segment_chunks - skip, is_transition=is_transition,
-                    from_initial=T.And(T.And(index == 0, start <= 0), has_initial_state != 0),
+                    sequence=sequence, row=row, head=head, k_head=T.truncdiv(head, group),
+                    bos=first + skip * CHUNK, slot=slot + skip, count=before + chunks - skip, is_transition=is_transition,
+                    from_initial=T.And(T.And(index + part == 0, start <= 0), has_initial_state != 0),
                 )
                 if is_transition:  # V = 0
                     for stage, half, t, column in T.Parallel(STAGES, HALVES, CHUNK, TILE):
                         v_smem[stage, half, t, column] = 0
                     T.sync_threads()
-                if T.Or(kind == 1, known == 0):
+                if T.if_then_else(is_transition, known != STATE_KNOWN + GRADIENT_KNOWN, start < chunks):
                     if tx < WARP_GROUP:
                         T.inc_max_nreg(STATE_REGISTERS)
                         run(x, 0, initial_state, states, transitions)
