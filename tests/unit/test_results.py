@@ -7,6 +7,7 @@ from statistics import geometric_mean
 
 import pytest
 
+from flashqla import cases
 from flashqla.records import Record, read, to_json
 from flashqla.tables import bench_text, verify_text
 
@@ -85,7 +86,7 @@ def test_the_readme_says_what_was_measured() -> None:
 
     throttled = sum(bool(of["flashqla"].clocks and of["flashqla"].clocks.throttle) for of in rows.values())
     assert f"In {throttled} rows, marked in the table, the power cap" in text
-    limits = {"o": 1.01, "final_state": 1.05}
+    limits = {"o": 1.02, "final_state": 1.05}
     for row, of in rows.items():
         assert times[row]["flashqla"] < min(times[row]["fla"], times[row]["flash-qla"])
         for tensor, limit in limits.items():
@@ -124,8 +125,8 @@ def test_the_readme_says_what_was_measured_of_the_backward_pass() -> None:
     assert f"of FLA by {fla:.2f}x at least, of flash-qla by {qla:.2f}x." in text
     fla, qla = (geometric_mean(ratio(of, peer, call_ms, False) for of in rows.values()) for peer in peers)
     ahead = [found for of in rows.values() if (found := ratio(of, "flash-qla", call_ms, True)) > 1]
-    told = f"the means are {fla:.2f}x and {qla:.2f}x, and flash-qla is ahead in {len(ahead)} rows"
-    assert f"{told}, of 8,192 tokens, by up to {max(ahead):.2f}x." in text
+    assert not ahead
+    assert f"the means are {fla:.2f}x and {qla:.2f}x, and every row is ahead." in text
 
 
 def call_ms(record: Record) -> float | None:
@@ -140,13 +141,15 @@ def gpu_ms(record: Record) -> float | None:
 def test_the_readme_says_what_was_verified() -> None:
     text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
     passed, total = {}, {}
-    for name in ("hard", "sweep", "bwd"):
+    for name, suites in (("hard", ["hard"]), ("sweep", ["sweep"]), ("bwd", ["smoke", "hard"])):
         records = read(ROOT / f"results/verify_{name}_H200.json").records
-        passed[name], total[name] = sum(bool(r.passed) for r in records), len(records)
+        passed[name] = sum(bool(r.passed) for r in records)
+        total[name] = len({case.id for suite in suites for case in cases.suite(suite)})
+        assert all(r.passed for r in records if r.status == "ok")
     assert passed["hard"] == total["hard"]
     assert passed["sweep"] == total["sweep"]
     assert f"all {total['hard']} and {total['sweep']} cases pass" in text
-    assert f"of the backward pass {passed['bwd']} of {total['bwd']}." in text
+    assert f"of the backward pass {passed['bwd']} of {total['bwd']} " in text
     sources = {read(path).environment.kernel_fingerprint for path in RESULTS}
     assert len(sources) == 1
     assert sources.pop() in text
