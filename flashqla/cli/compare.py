@@ -117,7 +117,7 @@ def compare(
     tally = comparing.tally(verdicts)
     if not tally.enough:
         what = "less than half of the rows" if tally.told else "no row"
-        do = "make both runs again, such as with --budget 30"
+        do = "make both runs again, such as with --budget 30 --repeats 100"
         do += "" if thresholds else ", or take the thresholds of flashqla calibrate"
         raise NothingToDo(f"{what} could be judged", given=tally.line, do=do)
 

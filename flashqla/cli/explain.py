@@ -19,8 +19,10 @@ EXAMPLES = """\b
 Examples:
   flashqla explain
   flashqla explain --heads 16,64 --lengths 4096,28672 --dtype float16
+  flashqla explain --target sm_90a --heads 4,16
 """
-OF_KERNELS = ("v_tile", "kernels", "segment_chunks", "parts", "inverse_ctas")  # of a plan: PyTorch has none of it
+OF_KERNELS = ("v_tile", "segment_chunks", "parts", "inverse_ctas")  # of a plan: PyTorch has none of it
+SMS = 132  # of an H100 or H200 with SXM
 
 
 class DType(StrEnum):
@@ -31,18 +33,25 @@ class DType(StrEnum):
 
 def explain(
     heads: Annotated[str, typer.Option("--heads", metavar="HK,HV", help="Key and value heads.")] = "2,8",
-    lengths: Annotated[str, typer.Option("--lengths", metavar="N,...", help="Tokens of each sequence.")] = "32768",
+    lengths: Annotated[
+        str, typer.Option("--lengths", "--lens", metavar="N,...", help="Tokens of each sequence.")
+    ] = "32768",
     dtype: Annotated[DType, typer.Option("--dtype", help="Of q, k and v.")] = DType.bfloat16,
     device: options.DeviceOption = None,
+    target: Annotated[
+        options.Target | None,
+        typer.Option("--target", help=f"For a GPU of that kind with {SMS} SMs, not this machine."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="PyTorch instead of a kernel is an error (3).")] = False,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     no_color: options.NoColorOption = False,
 ) -> None:
     """Say which implementation would run, and why.
 
-    For a problem of the given sizes on this machine. Nothing is run.
+    For the forward pass of a problem of the given sizes, on this machine or on the GPU of --target. Nothing is run.
     """
     from flashqla.cli import session
+    from flashqla.ops import plan as planning
 
     ((hk, hv),) = options.parse_heads([heads])
     tokens = options.parse_numbers(lengths)
@@ -50,17 +59,22 @@ def explain(
         supported = f"--lengths 4096,28672, {options.LONGEST}"
         raise ArgumentError("--lengths takes numbers", given=f"--lengths {lengths}", supported=supported)
     case = Case(hk, hv, tokens, dtype=dtype.value)
-    where, note = session.choose_device(device)
+    if target and device:
+        raise ArgumentError(
+            "--target stands for another device", given=f"--target {target}, --device {device}", supported="one of them"
+        )
+    where, note = (f"{target}, {SMS} SMs", "") if target else session.choose_device(device)
     with console.results_only():
-        plan = _plan(case, where)
+        plan = planning.make(hv=hv, seqlens=tokens, dtype=case.dtype, sm_count=SMS) if target else _plan(case, where)
     if note:
         console.note(note)
     facts = {"problem": f"hk{hk}-hv{hv}/{case.layout}/{case.dtype}", "device": where, **asdict(plan)}
+    if plan.implementation == "torch":
+        facts = {name: fact for name, fact in facts.items() if name not in OF_KERNELS}
     if json:
         console.result(json_text.dumps(facts, indent=2))
     else:
-        shown = [name for name in facts if plan.implementation != "torch" or name not in OF_KERNELS]
-        console.result("\n".join(f"{name:<20}{_words(facts[name])}" for name in shown))
+        console.result("\n".join(f"{name:<20}{_words(fact)}" for name, fact in facts.items() if fact != ()))
     if strict and plan.implementation == "torch":
         raise UnsupportedError("no kernel serves this problem", given=f"--strict, {plan.why}")
 
@@ -82,5 +96,5 @@ def _plan(case: Case, where: str) -> "Plan":
 
 def _words(value: object) -> str:
     if isinstance(value, tuple):
-        return ", ".join(value) or "none"
+        return ", ".join(value)
     return str(value).replace("; ", "\n" + " " * 20)

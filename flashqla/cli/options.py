@@ -19,6 +19,10 @@ class L2(StrEnum):
     warm = "warm"
 
 
+class Target(StrEnum):
+    sm_90a = "sm_90a"
+
+
 class Device(StrEnum):
     cuda = "cuda"
     cpu = "cpu"

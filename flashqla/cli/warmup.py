@@ -36,10 +36,6 @@ class DType(StrEnum):
     float16 = "float16"
 
 
-class Target(StrEnum):
-    sm_90a = "sm_90a"
-
-
 def warmup(
     direction: Annotated[
         Direction, typer.Argument(help="What to compile: for inference (fwd), gradients (bwd), or both.")
@@ -48,7 +44,8 @@ def warmup(
         list[DType] | None, typer.Option("--dtype", help="Of q, k and v; bfloat16 by default. Repeatable.")
     ] = None,
     target: Annotated[
-        Target | None, typer.Option("--target", help="Compile our kernels for it, without a GPU and without the peers.")
+        options.Target | None,
+        typer.Option("--target", help="Compile our kernels for it, without a GPU and without the peers."),
     ] = None,
     heads: options.HeadsOption = None,
     quiet: options.QuietOption = False,

@@ -166,6 +166,7 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         (["explain", "--heads", f"2,{'9' * 20}"], 2, "supported  --heads 2,8, each of at most 9 digits"),
         (["explain", "--lengths", "9" * 9, "--heads", f"2,{8 * 10**8}"], 2, "error: no tensor is that large"),
         (["explain", "--heads", "3,4"], 2, "error: head counts do not fit"),
+        (["explain", "--target", "sm_90a", "--device", "cpu"], 2, "error: --target stands for another device"),
     ],
 )
 def test_wrong_usage(arguments: list[str], code: int, message: str) -> None:

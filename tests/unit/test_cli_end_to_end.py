@@ -246,12 +246,22 @@ def test_explain_says_what_runs_and_why(tmp_path: Path, strict: bool, code: int)
     assert plan["problem"] == "hk16-hv64/100+0+37/float16"
     assert plan["implementation"] == "torch"
     assert plan["kernels"] == []
+    assert not {"v_tile", "segment_chunks", "parts"} & plan.keys()
     assert "the kernels need a Hopper GPU" in plan["why"]
     assert ("error: no kernel serves this problem" in done.stderr) == strict
     assert "doctor" not in done.stderr
     text = flashqla("explain", *options, "--device", "cpu", cwd=tmp_path).stdout
     assert [line.split()[0] for line in text.splitlines()][:4] == ["problem", "device", "implementation", "why"]
     assert "v_tile" not in text
+
+
+def test_explain_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    done = flashqla("explain", "--target", "sm_90a", "--heads", "4,16", "--lens", "32768", "--json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    plan = json.loads(done.stdout)
+    assert (plan["device"], plan["implementation"]) == ("sm_90a, 132 SMs", "tilelang")
+    assert plan["kernels"] == ["inverse", "summary", "scan", "forward"]
+    assert f"segments of {plan['segment_chunks']} chunks in {plan['parts']} parts" in plan["why"]
 
 
 @pytest.mark.parametrize("lines", [0, 1])

@@ -92,6 +92,11 @@ def test_the_readme_says_what_was_measured() -> None:
         for tensor, limit in limits.items():
             errors = {name: r.errors[tensor].rel_l2 for name, r in of.items() if r.errors}
             assert errors["flashqla"] <= limit * min(errors[peer] for peer in peers)
+    fla, flashinfer, qla = (
+        geometric_mean((of["flashqla"].peak_bytes or 0) / (of[peer].peak_bytes or 0) for of in rows.values())
+        for peer in peers
+    )
+    assert f"allocates {fla:.2f}x of FLA's peak memory, {flashinfer:.2f}x of FlashInfer's and {qla:.2f}x of" in text
 
 
 @pytest.mark.skipif(not RESULTS, reason="nothing is published yet")
@@ -126,6 +131,11 @@ def test_the_readme_says_what_was_measured_of_the_backward_pass() -> None:
     fla, qla = (geometric_mean(ratio(of, peer, call_ms, False) for of in rows.values()) for peer in peers)
     ahead = [found for of in rows.values() if (found := ratio(of, "flash-qla", call_ms, True)) > 1]
     assert not ahead
+    told = []
+    for tensor in ("dq", "dk", "dv", "dg", "dbeta", "dh0"):
+        errors = [{name: r.errors[tensor].rel_l2 for name, r in of.items() if r.errors} for of in rows.values()]
+        told.append(f"{geometric_mean(e['flashqla'] / min(e[peer] for peer in peers) for e in errors):.2f}x")
+    assert f"are {', '.join(told[:-1])} and {told[-1]} of those of the better peer" in text
     assert f"the means are {fla:.2f}x and {qla:.2f}x, and every row is ahead." in text
 
 
