@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\b
 Examples:
-  flashqla explain
   flashqla explain --heads 16,64 --lengths 4096,28672 --dtype float16
   flashqla explain --target sm_90a --heads 4,16
 """
