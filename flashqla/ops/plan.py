@@ -93,7 +93,8 @@ FORGETTING_CHUNKS = 8  # at the end of a segment are enough for a head that forg
 SEGMENTS = (2, 3, 4, 5, 6, 8, 11, 16, 22, 32)  # of the longest sequence
 SHORTEST_SEGMENT = 8  # chunks
 MOST_SEQUENCES = 65535  # rows of a grid
-MOST_PARTS = 512  # 96 KB a value head each
+STATES_KB, TOKENS_KB = 96, 32  # a value head: of a row of states and transition; of v and o of a chunk
+MOST_STATES = 2  # memory of all states over that of v and o
 # Beyond this many sequences and segments the SMs are evenly loaded, and scheduling them would cost host time.
 SCHEDULED_RUNS = 64
 LONG_PACK = 1024  # sequences
@@ -235,14 +236,15 @@ def _choose_split(
     of those that do not is the one for heads of which most forget, where it must pay.
     """
     longest, sequences = max(n for n, _ in pack), _size(pack)
-    row_chunks = max(row_chunks, sum(n * count for n, count in pack))
+    chunks = sum(n * count for n, count in pack)
+    row_chunks = max(row_chunks, chunks)
     promised: dict[tuple[int, VTile, int], float] = {}
     for count, tile, parts in product(SEGMENTS, V_TILES, costs.parts):
         size = -(-longest // count)
         if size < parts * SHORTEST_SEGMENT:
             continue
-        rows = (row_chunks // size + sequences) * parts  # of states, of which a sequence has at least one in each part
-        if rows > (MOST_SEQUENCES if parts == 1 else MOST_PARTS):
+        rows = (row_chunks // size + sequences) * parts  # of states, of which a sequence has some, used or not
+        if rows > MOST_SEQUENCES or rows * STATES_KB > MOST_STATES * chunks * TOKENS_KB:
             continue
         segments = _segments(pack, size)
         scan_us = (count - 1) * (costs.scan_segment + (parts - 1) * costs.scan_part)

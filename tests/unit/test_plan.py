@@ -98,15 +98,20 @@ def test_segments_come_in_parts_where_few_summaries_are_long(direction):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("short", [100, 10000, 60000])
-def test_among_many_sequences_segments_come_whole(short, direction):
-    """A sequence has a state in memory for each part, used or not, and a grid has no more than 65,535 rows."""
-    seqlens = (*[1] * short, 1_000_000)
-    chosen = plan.make(hv=4, seqlens=seqlens, direction=direction)
-    rows = sum(seqlens) // (plan.CHUNK * chosen.segment_chunks) + len(seqlens)
-    assert chosen.segment_chunks
-    assert rows * chosen.parts <= (plan.MOST_PARTS if chosen.parts > 1 else plan.MOST_SEQUENCES)
-    assert (chosen.parts > 1) == (short == 100)
+@pytest.mark.parametrize(
+    ("short", "length", "splits", "parts"),
+    [(100, 1, True, True), (10000, 1, True, False), (60000, 1, False, False), (2000, 0, False, False)],
+)
+def test_states_of_many_sequences_take_no_more_than_twice_the_tokens(direction, short, length, splits, parts):
+    """A sequence has states in memory for each part, used or not."""
+    seqlens = (*[length] * short, 1_000_000 if length else 32768)
+    chosen = plan.make(hv=8, seqlens=seqlens, direction=direction)
+    assert bool(chosen.segment_chunks) == splits
+    assert (chosen.parts > 1) == parts
+    if splits:
+        rows = (sum(seqlens) // (plan.CHUNK * chosen.segment_chunks) + len(seqlens)) * chosen.parts
+        assert rows <= plan.MOST_SEQUENCES
+        assert rows * 96 <= 2 * sum(-(-length // plan.CHUNK) for length in seqlens) * 32
 
 
 def test_a_split_promises_a_gain_even_if_no_head_forgets():
