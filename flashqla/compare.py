@@ -377,7 +377,9 @@ def threshold(value: object) -> float:
         found = math.nan
     # A bare 5 is refused, because it is more likely to mean 5% than 500%.
     if not (0 < found < 1 or (number.endswith("%") and 1 <= found < math.inf)):
-        raise ArgumentError("not a threshold", given=number, supported="5%, 0.05, or any other share above 0")
+        raise ArgumentError(
+            "not a threshold", given=number, supported="percent, such as 5%, or a share below 1, such as 0.05"
+        )
     return found
 
 

@@ -142,7 +142,7 @@ def chosen_cases(
 ) -> tuple[Case, ...]:
     """Cases of suites, of a file and of captured calls that pass the filters, each id once.
 
-    Raises NothingToDo when none does.
+    Raises NothingToDo when none does, or when a value of a filter matches none: it may be mistyped.
     """
     found = [case for name in suites for case in suite(name)]
     if file:
@@ -152,13 +152,21 @@ def chosen_cases(
 
         found += [captures.read(path).case for path in captured]
     everything = {case.id: case for case in found}.values()
-    kept = select(everything, heads=parse_heads(heads or []), lens=lens or (), model=model, pattern=pattern or ())
-    if not kept:
+    pairs = parse_heads(heads or [])
+    kept = select(everything, heads=pairs, lens=lens or (), model=model, pattern=pattern or ())
+    idle = [f"--heads {hk},{hv}" for hk, hv in pairs if not select(everything, heads=[(hk, hv)])]
+    idle += [f"--lens {layout}" for layout in lens or () if not select(everything, lens=[layout])]
+    idle += [f"-k {part}" for part in pattern or () if not select(everything, pattern=[part])]
+    if not kept or idle:
         sources = {"--suite": suites, "--cases": [file] if file else [], "--input": captured}
         filters = {"--heads": heads, "--lens": lens, "--model": [model] if model else [], "-k": pattern}
         given = " ".join(f"{flag} {value}" for flag, values in (sources | filters).items() for value in values or ())
         look = " ".join(f"{flag} {value}" for flag in ("--suite", "--cases") for value in sources[flag])
-        raise NothingToDo("no case is left", given=given, do=f"look at: flashqla cases {look}".rstrip())
+        raise NothingToDo(
+            "a filter matches no case" if kept else "no case is left",
+            given=", ".join(idle) if kept else given,
+            do=f"look at: flashqla cases {look}".rstrip(),
+        )
     return kept
 
 

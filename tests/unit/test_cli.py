@@ -159,6 +159,9 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
         (["cases", "--suite", "no"], 2, "error: unknown suite"),
         (["cases", "--suite", ""], 2, "  given      ''\n"),
         (["cases", "-k", "no such case"], 4, "error: no case is left"),
+        (["cases", "--heads", "2,8", "--heads", "99,99"], 4, "a filter matches no case\n  given      --heads 99,99\n"),
+        (["cases", "--suite", "qwen", "--lens", "1x2048", "--lens", "1x7"], 4, "  given      --lens 1x7\n"),
+        (["cases", "-k", "strong", "-k", "no such case"], 4, "  given      -k no such case\n"),
         (["cases", "--heads", "²,8"], 2, "error: --heads takes two numbers"),
         (["explain", "--lengths", "a"], 2, "error: --lengths takes numbers"),
         (["explain", "--lengths", "²"], 2, "error: --lengths takes numbers"),
@@ -662,10 +665,12 @@ def test_warmup_compiles_and_says_where(
     if not target:
         monkeypatch.setattr(device, "gpu", lambda: device.Gpu("NVIDIA H200", (9, 0), 132, 2**37, "feed", "580.1"))
     monkeypatch.setenv("TILELANG_CACHE_DIR", "/some/where")
-    arguments = [*direction, "--dtype", "float16", "--dtype", "bfloat16", "--heads", "2,8", "--heads", "2,4"]
+    directions = (direction or ["fwd+bwd"])[0].split("+")
+    arguments = [*direction, "--dtype", "float16", "--dtype", "bfloat16"]
+    for one in directions:  # each suite has one of them
+        arguments += ["--heads", {"fwd": "2,8", "bwd": "2,4"}[one]]
     result = invoke("warmup", *arguments, *["--target", "sm_90a"] * target)
     assert result.exit_code == 0, result.stderr
-    directions = (direction or ["fwd+bwd"])[0].split("+")
     assert compiled == [(("float16",), directions), (("bfloat16",), directions)]
     assert "TILELANG_CACHE_DIR  /some/where\n" in result.stdout
     assert "compiling our kernels for float16 (1 of 2)\n" in result.stderr
