@@ -191,6 +191,13 @@ def went_wrong(record: Record) -> bool:
     return broken or record.passed is False or record.deterministic is False
 
 
+def shortfall(run: Run) -> str:
+    """Why a run is not all that was asked for, in words; nothing where it came to its end and has rows."""
+    if run.interrupted:
+        return f"interrupted: {sum(record.status != 'interrupted' for record in run.records)} rows are kept"
+    return "" if run.records else "the run has no rows"
+
+
 def resume(old: Run, new: Run, rows: Sequence[tuple[str, str]]) -> Run:
     """`new` with the records of `old` that need not be made again: those that are ok, and what cannot run here.
 
@@ -252,9 +259,11 @@ def gather(path: Path) -> tuple[Run, dict[Path, str]]:
 def whole(path: Path) -> Path:
     """The file of a run, by that or by one of its part files. Raises RecordError for what is no name of a file."""
     path = target(path) if os.path.islink(path) else path
-    if not path.name:
-        raise RecordError("a folder is no result file", given=str(path), do="name a file")
-    return path.with_name(re.sub(rf"{_PART}$", "", path.name))
+    name = re.sub(rf"{_PART}$", "", path.name)
+    if not name:
+        problem = "a part file has the name of its run before .jsonl" if path.name else "a folder is no result file"
+        raise RecordError(problem, given=str(path), do="name a file")
+    return path.with_name(name)
 
 
 _PART = r"\.jsonl(\.old(\.\d+)?)?"  # of a session at work or killed; .old: moved away by the one after it
@@ -400,16 +409,21 @@ class Writer:
         not_run = ("interrupted", "missing", "unsupported")
         return sum(record.status not in not_run for record in self._records[len(self._run.records) :])
 
-    def finish(self, *, interrupted: bool = False, order: Sequence[tuple[str, str]] = ()) -> Run:
-        """Write the final JSON in one atomic step, remove the part file, and return the run.
-
-        A run that was interrupted before it measured anything leaves a file that is there as it is.
+    def result(self, *, interrupted: bool = False, order: Sequence[tuple[str, str]] = ()) -> Run:
+        """The run as it ends now.
 
         order: case id and backend of the records, where they did not come in that order.
         """
         place = {row: index for index, row in enumerate(order)}
         records = sorted(self._records, key=lambda record: place.get((record.case_id, record.backend), len(place)))
-        run = self._run.model_copy(update={"finished": now(), "interrupted": interrupted, "records": records})
+        return self._run.model_copy(update={"finished": now(), "interrupted": interrupted, "records": records})
+
+    def finish(self, *, interrupted: bool = False, order: Sequence[tuple[str, str]] = ()) -> Run:
+        """Write the final JSON in one atomic step, remove the part file, and return the run; order: as for `result`.
+
+        A run that was interrupted before it measured anything leaves a file that is there as it is.
+        """
+        run = self.result(interrupted=interrupted, order=order)
         if self._file is not None and self._path is not None and self.part is not None:
             if self.measured or not (interrupted and self._path.exists()):
                 write(self._path, to_json(run))

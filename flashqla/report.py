@@ -18,7 +18,7 @@ from flashqla import junit as xml
 from flashqla import plots, tables
 from flashqla.compare import MIN_SAMPLES
 from flashqla.plots import HEAT
-from flashqla.records import Record, Run, judged, went_wrong
+from flashqla.records import Record, Run, judged, shortfall, went_wrong
 from flashqla.tables import (
     NOISY,
     Page,
@@ -26,6 +26,7 @@ from flashqla.tables import (
     bench_page,
     blocks,
     columns,
+    counts,
     few,
     markdown,
     noisy,
@@ -145,12 +146,15 @@ def text(runs: Sequence[Run], *, details: bool = False) -> str:
 def junit(runs: Sequence[Run]) -> str:
     """A suite per run, and in it a test per row.
 
-    A row that counts and went wrong is a failure; one that could not run is skipped.
+    A row that counts and went wrong is a failure; one that could not run is skipped. Where the run is not complete one
+    test more fails: the rows that it has may all have passed.
     """
     root = ElementTree.Element("testsuites")
     for run in runs:
         counted = judged(run)
         outcomes = [_outcome(record, record.backend in counted) for record in run.records]
+        if lack := shortfall(run):
+            outcomes.append(xml.Outcome(_title(run), "the run is complete", "failure", "incomplete", lack))
         root.append(xml.suite(_title(run), run.started.isoformat(), outcomes))
     return xml.text(root)
 
@@ -177,9 +181,9 @@ def _outcome(record: Record, counts: bool) -> xml.Outcome:
 def _digest(run: Run, details: bool) -> str:
     full = _page(run, details)
     facts = {name: fact for name, fact in full.facts.items() if name != "cpu" or run.environment.gpu is None}
-    outcome = [f"{tile.value} {tile.what}" + f" ({tile.detail})" * bool(tile.detail) for tile in _tiles(run, full)]
-    notes = ["interrupted: these are the rows that were finished"] * run.interrupted
-    notes += [f"{_words(trouble)}: {_some(trouble.cases)}" for trouble in _troubles(run)]
+    outcome = list(filter(None, [shortfall(run)]))
+    outcome += [f"{tile.value} {tile.what}" + f" ({tile.detail})" * bool(tile.detail) for tile in _tiles(run)]
+    notes = [f"{_words(trouble)}: {_some(trouble.cases)}" for trouble in _troubles(run)]
     rows = markdown(Page("All rows", {}, full.tables, full.notes))
     top = markdown(Page(_title(run), facts, _means(run), notes, outcome))
     return f"{top}\n<details><summary>All rows</summary>\n\n{rows}\n</details>\n"
@@ -202,7 +206,7 @@ def _section(run: Run, details: bool, drawn: Mapping[str, str]) -> Section:
         title=_title(run),
         interrupted=run.interrupted,
         facts=full.facts | command,
-        tiles=_tiles(run, full),
+        tiles=_tiles(run),
         troubles=_troubles(run),
         plots=[Plot(name, *CAPTIONS[name], svg) for name, svg in drawn.items()],
         tables=full.tables,
@@ -224,10 +228,10 @@ def _title(run: Run) -> str:
     return f"flashqla {what} on {run.environment.gpu or run.environment.cpu}"
 
 
-def _tiles(run: Run, full: Page) -> list[Tile]:
-    if full.summary:  # "fla: 3 passed, 1 failed, 2 missing"
-        counts = [line.partition(": ")[::2] for line in full.summary]
-        return [Tile(rest.partition(", ")[0], name, rest.partition(", ")[2]) for name, rest in counts]
+def _tiles(run: Run) -> list[Tile]:
+    if run.kind.startswith("verify"):
+        found = [counts(run, name).partition(": ")[::2] for name in columns(run)]  # "fla", "3 passed, 1 failed"
+        return [Tile(rest.partition(", ")[0], name, rest.partition(", ")[2]) for name, rest in found]
     ours, *peers = columns(run)
     rows = [speedups(row, ours, peers) for _, rows in blocks(run) for row in rows]
     tiles = []

@@ -14,7 +14,7 @@ from typing import Any
 
 from flashqla.compare import DEFAULT_THRESHOLD, MIN_SAMPLES
 from flashqla.errors import ArgumentError
-from flashqla.records import Kind, Record, Run, TensorErrors, judged, went_wrong
+from flashqla.records import Kind, Record, Run, TensorErrors, judged, shortfall, went_wrong
 from flashqla.roofline import CEILINGS, Rates, rates
 
 TIMED = {
@@ -199,7 +199,7 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
         *["peak MiB: not known, because it is counted on a GPU alone."] * (asked and not memory),
         *["saved MiB: device memory that a forward pass leaves for the backward pass, its outputs included."] * saved,
     ]
-    return Page(_title(run), facts(run), tables, [*legend, *_kernels(run), *notes.lines()])
+    return Page(_title(run), facts(run), tables, [*legend, *_kernels(run), *notes.lines()], _shortfall(run))
 
 
 def verify_page(run: Run, *, details: bool = False) -> Page:
@@ -240,7 +240,7 @@ def verify_page(run: Run, *, details: bool = False) -> Page:
     runs = sorted({record.runs for record in run.records if record.runs and record.deterministic})
     if runs:
         legend += [f"Each result was made {_range(runs)} times, with the same bits unless its verdict says otherwise."]
-    summary = [_summary(run, name) for name in backends]
+    summary = [*_shortfall(run), *(counts(run, name) for name in backends)]
     return Page(
         _title(run),
         facts(run),
@@ -516,7 +516,12 @@ def _verdict(row: dict[str, Record], ours: Sequence[str]) -> str:
     return ", ".join(words) or "ok"
 
 
-def _summary(run: Run, backend: str) -> str:
+def _shortfall(run: Run) -> list[str]:
+    return list(filter(None, [shortfall(run)]))
+
+
+def counts(run: Run, backend: str) -> str:
+    """How many results of a backend passed in a verify run, and what became of the others."""
     records = [record for record in run.records if record.backend == backend]
     failed = sum(map(went_wrong, records))
     passed = sum(record.passed is True and not went_wrong(record) for record in records)

@@ -20,7 +20,7 @@ Exit codes:
   1    a wrong result, a row that failed, or a regression
   2    wrong usage
   3    something is missing or unsupported on this machine
-  4    nothing to run, to compare or to judge
+  4    nothing to run, to compare, to judge or to show
   70   a bug in flashqla
   130  interrupted by Ctrl-C or SIGTERM; finished rows are kept
 """

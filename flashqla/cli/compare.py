@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashqla.cli import console, options
-from flashqla.errors import ArgumentError, NothingToDo
+from flashqla.errors import NothingToDo
 
 if TYPE_CHECKING:
     from flashqla.compare import Thresholds, Verdict
@@ -117,8 +117,12 @@ def compare(
     tally = comparing.tally(verdicts)
     if not tally.enough:
         what = "less than half of the rows" if tally.told else "no row"
-        do = "make both runs again, such as with --budget 30 --repeats 100"
-        do += "" if thresholds else ", or take the thresholds of flashqla calibrate"
+        do = "make both runs again"
+        if after.kind.startswith("bench"):
+            do += ", such as with --budget 30 --repeats 100"
+            do += "" if thresholds else ", or take the thresholds of flashqla calibrate"
+        elif after.interrupted:
+            do = f"go on with the interrupted run, by its command and --resume {new}"
         raise NothingToDo(f"{what} could be judged", given=tally.line, do=do)
 
 
@@ -170,14 +174,9 @@ def calibrate(
     slow-down of 10% would pass get a warning, also in the file.
     """
     from flashqla import compare as comparing
-    from flashqla.records import read, target
+    from flashqla.records import read
 
-    if len({target(path) for path in runs}) < len(runs):
-        raise ArgumentError(
-            "a run is given twice",
-            given=" ".join(map(str, runs)),
-            do="name each file once",
-        )
+    options.check_runs(runs)
     loaded = [comparing.only(read(path), backend or ()) for path in runs]
     limits = comparing.calibrate(loaded)
     little = comparing.guards_little(limits)

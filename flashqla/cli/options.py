@@ -112,6 +112,14 @@ DetailsOption = Annotated[
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="PATH", help="Write the table to a file as well.")]
 
 
+def check_runs(files: Sequence[Path]) -> None:
+    """Raise ArgumentError where one is named twice."""
+    from flashqla.records import target
+
+    if len(set(map(target, files))) < len(files):
+        raise ArgumentError("a run is given twice", given=" ".join(map(str, files)), do="name each file once")
+
+
 def parse_heads(texts: list[str]) -> list[tuple[int, int]]:
     """`2,8` -> (2, 8). Raises ArgumentError."""
     pairs = []

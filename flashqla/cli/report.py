@@ -10,7 +10,7 @@ import typer
 
 from flashqla import signals
 from flashqla.cli import console, options
-from flashqla.errors import ArgumentError
+from flashqla.errors import ArgumentError, NothingToDo
 
 EXAMPLES = """\b
 Examples:
@@ -33,7 +33,7 @@ def report(
         Format, typer.Option("--format", help="A page with plots, a summary, all tables, or tests.")
     ] = Format.html,
     plots: Annotated[
-        Path | None, typer.Option("--plots", metavar="DIR", help="Write the plots as SVG and PNG files as well.")
+        str | None, typer.Option("--plots", metavar="DIR", help="Write the plots as SVG and PNG files as well.")
     ] = None,
     details: options.DetailsOption = False,
     no_color: options.NoColorOption = False,
@@ -48,6 +48,13 @@ def report(
     from flashqla.records import destination, read, target, write
     from flashqla.tables import check_columns
 
+    options.check_runs(runs)
+    if plots == "":  # which would be the folder at hand
+        raise ArgumentError("--plots takes a folder", given="--plots ''", do="name one")
+    folder = Path(plots) if plots else None
+    if str(out) == "-":
+        do = "leave it out, and the page goes to stdout"
+        raise ArgumentError("--out takes a file", given="--out -", do=do)
     if out and target(out) in map(target, runs):
         raise ArgumentError("--out would overwrite a run", given=f"--out {out}", do="name another file")
     if form is Format.html and out is None and _terminal():
@@ -56,9 +63,9 @@ def report(
     content = [read(path) for path in runs]
     if not any(run.kind.startswith("verify") for run in content):
         check_columns(content[0].kind, details=details)
-    if plots:
+    if folder:
         drawing.need("matplotlib")
-        drawing.make_folder(plots)
+        drawing.make_folder(folder)
     place = destination(out) if out else None
     render = {"html": pages.html, "markdown": pages.summary, "text": pages.text}
     page = pages.junit(content) if form is Format.junit else render[form.value](content, details=details)
@@ -68,9 +75,11 @@ def report(
             write(place, page)
             written.append(place)
         for number, run in enumerate(content, start=1):
-            if plots:
-                written += drawing.write(run, plots, f"{number}-" if len(content) > 1 else "")
+            if folder:
+                written += drawing.write(run, folder, f"{number}-" if len(content) > 1 else "")
     console.result("\n".join(map(str, written)) if place else page)
+    if empty := [str(path) for path, run in zip(runs, content, strict=True) if not run.records]:
+        raise NothingToDo("a run has no rows", given=", ".join(empty), do="make it again")
 
 
 def _terminal() -> bool:

@@ -12,7 +12,7 @@ import typer
 
 from flashqla import device, records, signals
 from flashqla.cli import console
-from flashqla.errors import ArgumentError, EnvironmentProblem
+from flashqla.errors import ArgumentError, EnvironmentProblem, RecordError
 from flashqla.records import Kind, Record, Run, Writer, destination, judged, now, to_json, went_wrong, write
 
 Loop = Callable[..., None]  # takes a sink for records; kept: records not to make again; tell: as in runner
@@ -89,7 +89,17 @@ def run(
     kept = header.records
     total = len(rows) - len(kept)
     stopped = False
+    spared: list[Path] = []  # files to leave as they are
     interrupt = signals.Interrupt()
+
+    def show(finished: Run) -> None:
+        table = render(finished)
+        try:
+            if out and out not in spared:
+                write(out, table)
+        finally:
+            console.result(to_json(finished) if json == "-" else table)
+
     with signals.handled(interrupt):
         writer = Writer(path, header)
         try:
@@ -110,17 +120,16 @@ def run(
                 stopped = True
             with signals.handled(signal.SIG_IGN):  # it takes a moment
                 spared = [file for file in (path, out) if file and file.exists() and stopped and not writer.measured]
-                finished = writer.finish(interrupted=stopped, order=rows)
+                try:
+                    finished = writer.finish(interrupted=stopped, order=rows)
+                except RecordError:  # hours of work may be in what cannot be kept
+                    show(writer.result(interrupted=stopped, order=rows))
+                    raise
         except Exception:
-            if writer.part:
+            if writer.part and writer.part.exists():
                 console.hint(f"rows finished so far are in {writer.part}; go on with: {_command(writer.part)}")
             raise
-        table = render(finished)
-        try:
-            if out and out not in spared:
-                write(out, table)
-        finally:
-            console.result(to_json(finished) if json == "-" else table)
+        show(finished)
         if stopped:
             for file in spared:
                 console.note(f"no row was measured, and {file} is left as it was")

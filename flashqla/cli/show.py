@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flashqla.cli import console, options
+from flashqla.errors import NothingToDo
 
 EXAMPLES = """\b
 Examples:
@@ -44,6 +45,8 @@ def show(
     from flashqla.records import read
 
     run = read(file)
+    if not run.records:
+        raise NothingToDo("the run has no rows", given=str(file), do="make it again")
     if form is Format.csv:
         console.result(tables.csv(run))
     else:

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -894,6 +895,26 @@ def test_the_table_is_printed_though_its_file_cannot_be_written(layers: Layers, 
     assert f"given      {out}: Is a directory" in result.stderr
 
 
+@pytest.mark.parametrize("lost", ["folder", "name"])
+def test_the_table_is_printed_though_the_run_cannot_be_kept(layers: Layers, tmp_path: Path, lost: str) -> None:
+    path, out = tmp_path / "out" / "run.json", tmp_path / "run.txt"
+    path.parent.mkdir()
+
+    def lose(count: int) -> None:
+        if count == 3 and lost == "folder":
+            shutil.rmtree(path.parent)
+        elif count == 3:
+            path.mkdir()
+
+    layers.before = lose
+    result = invoke("verify", "--suite", "smoke", "--json", str(path), "--out", str(out))
+    assert result.exit_code == 2
+    assert result.stdout == out.read_text()
+    assert result.stdout.endswith("\nflashqla: 6 passed, 0 failed\nfla: 6 passed, 0 failed\n")
+    assert f"error: a file cannot be written\n  given      {path}: " in result.stderr
+    assert (f"hint: rows finished so far are in {path}.jsonl" in result.stderr) == (lost == "name")
+
+
 def test_a_crash_keeps_finished_rows_and_the_older_file(layers: Layers, tmp_path: Path) -> None:
     def crash(count: int) -> None:
         if count == 3:
@@ -949,6 +970,13 @@ def test_a_folder_cannot_be_resumed(layers: Layers, name: str) -> None:
     result = invoke("verify", "--suite", "smoke", "--resume", name)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "error: a folder is no result file" in result.stderr
+
+
+@pytest.mark.parametrize("name", [".jsonl", ".jsonl.old", ".jsonl.old.2"])
+def test_an_ending_alone_cannot_be_resumed(layers: Layers, name: str) -> None:
+    result = invoke("verify", "--suite", "smoke", "--resume", name, "--json", "run.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"error: a part file has the name of its run before .jsonl\n  given      {name}\n" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,21 @@ def test_runs_of_which_most_rows_cannot_be_judged_are_4(save: Save, row: Make, s
     assert invoke("compare", old, save("cut", row(A, 1.0), interrupted=True)).exit_code == 4
 
 
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_verify_runs_that_cannot_be_judged_get_advice_of_their_own(
+    save: Save, verified: Make, absent: Make, interrupted: bool
+) -> None:
+    right, kind = [verified(case, "flashqla", 1e-3, 1e-3) for case in (A, B)], "verify-fwd"
+    third = replace(A, lengths=(4096,))
+    old = save("old", *right, verified(third, "flashqla", 1e-3, 1e-3), kind=kind)
+    lost = [absent(case, "flashqla", command="verify") for case in (B, third)]
+    new = save("new", right[0], *lost, kind=kind, interrupted=interrupted)
+    result = invoke("compare", old, new)
+    do = f"go on with the interrupted run, by its command and --resume {new}" if interrupted else "make both runs again"
+    assert result.exit_code == 4
+    assert result.stderr.endswith(f"  do         {do}\n")
+
+
 def test_slower_calls_are_1(save: Save, timed: Make) -> None:
     def run(name: str, call_ms: float) -> str:
         record = timed(A, "flashqla", 1.0, iqr=0.0)

@@ -272,7 +272,38 @@ def test_interrupted_run_says_so_and_shows_what_there_is(bench: Run, tmp_path: P
     text = Elements(page.read_text(encoding="utf-8")).text
     assert "This run was interrupted. What follows are the rows that it finished." in text
     assert "1x32768 0.1000 0.4000" in text
-    assert "- interrupted: these are the rows that were finished" in report.summary([writer.finish(interrupted=True)])
+    junit = ElementTree.fromstring(invoke("report", part, "--format", "junit").stdout)[0]
+    assert (junit.get("tests"), junit.get("failures")) == ("3", "1")
+    assert junit[-1].get("classname") == "flashqla bench fwd, suite qwen, on NVIDIA H200"
+    assert (junit[-1].get("name"), junit[-1][0].text) == ("the run is complete", "interrupted: 2 rows are kept")
+    for command in (["report"], ["show"]):
+        assert "\n\ninterrupted: 2 rows are kept\n" in invoke(*command, part, "--format", "text").stdout
+        assert "\n\ninterrupted: 2 rows are kept\n\n" in invoke(*command, part, "--format", "markdown").stdout
+    whole = writer.finish()
+    assert "interrupted" not in report.summary([whole]) + report.junit([whole]) + report.text([whole])
+
+
+def test_an_interrupted_run_counts_no_row_that_was_cut_off(verify: Run, absent: Make) -> None:
+    cut = absent(A, "other", "interrupted", command="verify")
+    run = verify.model_copy(update={"interrupted": True, "records": [*verify.records, cut]})
+    line = f"interrupted: {len(verify.records)} rows are kept"
+    assert f"\n\n{line}\nflashqla: " in report.text([run])
+    assert f"\n\n{line}\n\n" in report.summary([run])
+    assert line in report.junit([run])
+    assert "rows are kept" not in Elements(report.html([run])).text  # which says so above its tiles
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_run_without_a_row_is_4(make_run: Callable[..., Run], bench: Run, tmp_path: Path, interrupted: bool) -> None:
+    file = save(make_run(interrupted=interrupted), tmp_path / "empty.json")
+    for form in ("text", "markdown", "csv"):
+        result = invoke("show", file, "--format", form)
+        assert (result.exit_code, result.stdout) == (4, "")
+        assert result.stderr.startswith(f"error: the run has no rows\n  given      {file}\n")
+    result = invoke("report", save(bench, tmp_path / "bench.json"), file, "--format", "junit")
+    assert result.exit_code == 4
+    assert result.stderr.startswith(f"error: a run has no rows\n  given      {file}\n")
+    assert [suite.get("failures") for suite in ElementTree.fromstring(result.stdout)] == ["0", "1"]
 
 
 @pytest.mark.parametrize("kind", ["bench-fwd", "verify-fwd"])
@@ -484,6 +515,9 @@ def test_a_run_is_not_overwritten(bench: Run, tmp_path: Path) -> None:
         (["run.json", "--out", "nowhere/page.html"], 2, "a file cannot be written"),
         (["run.json", "--format", "pdf"], 2, "'pdf' is not one of"),
         (["run.json", "--format", "markdown", "--plots", "run.json/x"], 2, "the folder cannot be made"),
+        (["run.json", "--format", "markdown", "--plots", ""], 2, "--plots takes a folder given --plots ''"),
+        (["run.json", "--out", "-"], 2, "--out takes a file given --out -"),
+        (["run.json", "./run.json", "--format", "text"], 2, "a run is given twice given run.json run.json"),
     ],
 )
 def test_wrong_usage(
@@ -493,6 +527,7 @@ def test_wrong_usage(
     save(bench, tmp_path / "run.json")
     result = invoke("report", *arguments)
     assert result.exit_code == code
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     assert words in " ".join(result.stderr.split())
 
 
