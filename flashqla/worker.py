@@ -165,7 +165,7 @@ class Worker:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM, here and in a process that starts meanwhile: a half started one would complain.
+    """Hold back Ctrl-C and its like, here and in a process that starts meanwhile: a half started one would complain.
 
     Ctrl-C on a terminal reaches every process of the group, and a new one has not left it yet; it inherits what is
     blocked. Here blocking is not enough: another thread gets the signal, and Python handles it in the main one.

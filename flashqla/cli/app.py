@@ -22,7 +22,7 @@ Exit codes:
   3    something is missing or unsupported on this machine
   4    nothing to run, to compare, to judge or to show
   70   a bug in flashqla
-  130  interrupted by Ctrl-C or SIGTERM; finished rows are kept
+  130  interrupted by Ctrl-C, SIGTERM or SIGHUP; finished rows are kept
 """
 EXAMPLES = """\b
 Examples:
@@ -108,12 +108,18 @@ class _Results(FileIO):
 
     failed = False
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.terminal = self.isatty()  # one that is lost says no
+
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data) if not self.failed else len(data)
         except BrokenPipeError:
             raise
         except OSError as error:
+            if self.terminal:
+                raise BrokenPipeError from error
             self.failed = True  # what is buffered is written once more at the end of the process
             raise RecordError("stdout cannot be written", given=error.strerror) from error
 

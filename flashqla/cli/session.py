@@ -65,8 +65,8 @@ def run(
 ) -> None:
     """Run `loop`, keeping each record it gives, then print the table (or JSON) and exit with the code of the outcome.
 
-    Files are proved writable before the loop starts. Ctrl-C and SIGTERM end the loop; what it gave so far is kept and
-    printed. Before it gave anything they leave files that are there as they are.
+    Files are proved writable before the loop starts. Ctrl-C, SIGTERM and SIGHUP end the loop; what it gave so far is
+    kept and printed. Before it gave anything they leave files that are there as they are.
 
     note    what to tell before the loop starts
     rows    case id and backend of every record of the run, in order
@@ -115,7 +115,11 @@ def run(
                         writer.append(record)
                         progress.step(f"{record.case_id} {record.backend}")
 
-                    loop(sink, kept=kept, tell=progress.tell)
+                    def tell(text: str, compiling: bool) -> None:
+                        interrupt.release()  # a library that compiles in this process may have swallowed it
+                        progress.tell(text, compiling)
+
+                    loop(sink, kept=kept, tell=tell)
             except KeyboardInterrupt:
                 stopped = True
             with signals.handled(signal.SIG_IGN):  # it takes a moment

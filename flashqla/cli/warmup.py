@@ -70,7 +70,7 @@ def warmup(
         do = "flashqla warmup --target sm_90a compiles for one"
         raise EnvironmentProblem("no Hopper GPU here", given=found, do=do)
     progress = console.Progress() if quiet else console.Lines()
-    with console.results_only():
+    with signals.handled(_leave), console.results_only():
         _our_kernels(dtypes, directions, progress)
         folders = {"TILELANG_CACHE_DIR": os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache"}
         if target is None:
@@ -96,8 +96,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
     Kernels reach the cache as a whole or not at all, so those that are there stay good.
     """
-    console.hint("interrupted: kernels compiled so far are kept; the same command goes on with the others")
-    os._exit(130)
+    try:
+        console.hint("interrupted: kernels compiled so far are kept; the same command goes on with the others")
+    finally:  # the signal may have come amid another line, which then cannot be begun
+        os._exit(130)
 
 
 def _our_kernels(dtypes: tuple[DType, ...], directions: list[OneWay], progress: console.Progress) -> None:
@@ -109,10 +111,10 @@ def _our_kernels(dtypes: tuple[DType, ...], directions: list[OneWay], progress: 
     except (ImportError, OSError) as error:
         do = "see what is missing with: flashqla doctor"
         raise EnvironmentProblem("the kernels cannot be loaded", given=str(error), do=do) from error
+    signals.keep_from_z3()
     logging.getLogger("tilelang").setLevel(logging.WARNING)  # which tells of every kernel, and asks for that on import
     for number, dtype in enumerate(dtypes, start=1):
         begin = time.perf_counter()
         progress.tell(f"compiling our kernels for {dtype}" + f" ({number} of {len(dtypes)})" * (len(dtypes) > 1), True)
-        with signals.handled(_leave):
-            launch.compile_all((dtype.value,), directions)
+        launch.compile_all((dtype.value,), directions)
         progress.tell(f"compiled our kernels for {dtype} in {time.perf_counter() - begin:.0f} s", False)

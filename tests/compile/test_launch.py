@@ -1,5 +1,7 @@
 """What the host asks for: which kernels, whatever the sizes, with arguments as they declare them. Compiles nothing."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate, product
@@ -259,3 +261,29 @@ def test_offsets_of_a_batch_outlive_the_graphs_that_know_them(monkeypatch: pytes
         launch._even_offsets(3, tokens, cpu)
     assert len(launch._kept_offsets) == launch._KEPT_OFFSETS
     assert launch._even_offsets(3, 5, cpu) is offsets
+
+
+INTERRUPTED_PROOF = """
+import os, signal, threading, time
+from flashqla.signals import keep_from_z3
+import tilelang, z3
+
+got = []
+keep_from_z3()
+signal.signal(signal.SIGINT, lambda *arguments: got.append(arguments))
+solver = z3.Solver()
+solver.set("timeout", 1000)
+x, y = z3.BitVecs("x y", 128)
+solver.add(x * y == (2**61 - 1) * (2**31 - 1) * 2**20 + 1, z3.UGT(x, 1), z3.UGT(y, 1), z3.BVMulNoOverflow(x, y, False))
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+begin = time.monotonic()
+solver.check()
+assert time.monotonic() - begin > 0.3, "too easy a proof"
+print(len(got))
+"""
+
+
+def test_ctrl_c_amid_a_proof_of_tilelang_is_not_lost() -> None:
+    """Kernels compile in threads, so that it is lost or not by chance; a proof in z3 itself is always hit."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_PROOF], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

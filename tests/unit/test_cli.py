@@ -24,7 +24,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import flashqla
-from flashqla import device, records
+from flashqla import device, records, signals
 from flashqla.cases import Case, suite
 from flashqla.cli import console, session
 from flashqla.cli.app import app
@@ -660,6 +660,7 @@ def test_warmup_compiles_and_says_where(
     kernels.launch = SimpleNamespace(compile_all=lambda *given: compiled.append(given))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashqla.ops.kernels", kernels)
     monkeypatch.setattr(device, "nvcc", lambda: (Path("nvcc"), "13.0"))
+    monkeypatch.setattr(signals, "keep_from_z3", lambda: compiled.append("Ctrl-C is ours"))  # type: ignore[arg-type]
     peers = {name: SimpleNamespace(name=name, missing=lambda: "not installed") for name in device.PEERS}
     sys.modules["flashqla.backends"].create = lambda names, where: [peers[name] for name in names]  # type: ignore[attr-defined]
     sys.modules["flashqla.runner"].warm_up = lambda *given, **options: warmed.append((*given, options))  # type: ignore[attr-defined]
@@ -672,7 +673,7 @@ def test_warmup_compiles_and_says_where(
         arguments += ["--heads", {"fwd": "2,8", "bwd": "2,4"}[one]]
     result = invoke("warmup", *arguments, *["--target", "sm_90a"] * target)
     assert result.exit_code == 0, result.stderr
-    assert compiled == [(("float16",), directions), (("bfloat16",), directions)]
+    assert compiled == ["Ctrl-C is ours", (("float16",), directions), (("bfloat16",), directions)]
     assert "TILELANG_CACHE_DIR  /some/where\n" in result.stdout
     assert "compiling our kernels for float16 (1 of 2)\n" in result.stderr
     if target:
@@ -687,13 +688,17 @@ def test_warmup_compiles_and_says_where(
 
 
 INTERRUPTED_WARMUP = """
-import signal, sys, threading, time, types
+import os, signal, subprocess, sys, threading, time, types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+signal.signal(signal.NUMBER, signal.SIG_DFL)  # the tests may run below nohup
 
 def compile_all(*given):
     threading.Thread(target=time.sleep, args=(60,)).start()
-    signal.raise_signal(signal.NUMBER)
-    time.sleep(60)
+    threading.Timer(0.3, os.killpg, (0, signal.NUMBER)).start()
+    with ThreadPoolExecutor() as pool:  # as nvcc dies with the group, and TileLang says that it failed
+        list(pool.map(lambda command: subprocess.run(command, check=True), [["sleep", "60"]] * 2))
 
 kernels = types.ModuleType("flashqla.ops.kernels")
 kernels.launch = types.SimpleNamespace(compile_all=compile_all)
@@ -706,12 +711,13 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
-def test_a_signal_ends_warmup_without_waiting_for_kernels(number: str) -> None:
-    code = INTERRUPTED_WARMUP.replace("NUMBER", number)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_to_the_group_ends_warmup_without_waiting_for_kernels(number: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_WARMUP.replace("NUMBER", number)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, start_new_session=True)
     assert done.returncode == 130, done.stderr
-    assert done.stderr.endswith(
+    assert done.stderr == (
+        "compiling our kernels for bfloat16\n"
         "hint: interrupted: kernels compiled so far are kept; the same command goes on with the others\n"
     )
 
@@ -734,22 +740,26 @@ def test_rows_that_were_interrupted_do_not_count_as_kept(layers: Layers, absent:
 
 @pytest.fixture
 def handler_of_before() -> Iterator[object]:
-    """What a program had SIGTERM do before it ran a command; it must not be called, and come back."""
+    """What a program had SIGTERM and SIGHUP do before it ran a command; it must not be called, and come back."""
 
     def of_others(number: int, frame: object) -> None:
         pytest.fail("the handler of before was called")
 
-    before = signal.signal(signal.SIGTERM, of_others)
+    before = {number: signal.signal(number, of_others) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield of_others
-    signal.signal(signal.SIGTERM, before)
+    for number, usual in before.items():
+        signal.signal(number, usual)
 
 
-def test_sigterm_ends_a_run_as_ctrl_c_does(layers: Layers, handler_of_before: object) -> None:
-    layers.before = lambda count: signal.raise_signal(signal.SIGTERM) if count == 3 else None
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_other_signals_end_a_run_as_ctrl_c_does(
+    layers: Layers, handler_of_before: object, number: signal.Signals
+) -> None:
+    layers.before = lambda count: signal.raise_signal(number) if count == 3 else None
     result = invoke("verify", "--suite", "smoke")
     assert result.exit_code == 130
     assert "hint: interrupted: 3 of 12 rows are kept" in result.stderr
-    assert signal.getsignal(signal.SIGTERM) is handler_of_before
+    assert signal.getsignal(number) is handler_of_before
 
 
 @pytest.mark.usefixtures("handler_of_before")
@@ -870,6 +880,19 @@ def test_who_insists_is_heard(layers: Layers, monkeypatch: pytest.MonkeyPatch) -
 
     layers.before = lose_one
     assert invoke("verify", "--suite", "smoke").exit_code == 130
+
+
+def test_a_signal_that_code_of_others_has_lost_comes_up_before_the_next_step(layers: Layers) -> None:
+    def lose_one(count: int) -> None:
+        if count == 2:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        layers.asked["tell"]("compiling", True)
+
+    layers.before = lose_one
+    result = invoke("verify", "--suite", "smoke")
+    assert result.exit_code == 130
+    assert "hint: interrupted: 2 of 12 rows are kept" in result.stderr
 
 
 def test_ctrl_c_does_not_keep_the_file_from_being_written(

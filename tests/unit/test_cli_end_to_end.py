@@ -343,6 +343,31 @@ def test_ctrl_c_keeps_finished_rows(tmp_path: Path) -> None:
     assert not part.exists()
 
 
+def test_a_lost_terminal_keeps_finished_rows(tmp_path: Path) -> None:
+    code = (  # the tests may run below nohup
+        "import runpy, signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        "runpy.run_module('flashqla', run_name='__main__')"
+    )
+    arguments = ["verify", "--suite", "cpu_hard", "--device", "cpu", "--json", "run.json"]
+    part = tmp_path / "run.json.jsonl"
+    screen, terminal = os.openpty()
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=tmp_path, **streams) as process:
+        os.close(terminal)
+        deadline = time.monotonic() + 120
+        while not (part.exists() and part.read_text().count("\n") > 2):  # a header and two rows
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.close(screen)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=60) == 130
+    run = read(tmp_path / "run.json")
+    assert run.interrupted
+    assert run.records[0].passed
+    assert not part.exists()
+
+
 SIGNALLED_IMPORT = """
 import os, signal
 try:
@@ -362,11 +387,14 @@ def test_a_signal_during_an_import_ends_the_command_at_once(tmp_path: Path, numb
     assert not list(tmp_path.glob("run.json*"))
 
 
-@pytest.mark.parametrize(("number", "code"), [("SIGINT", 3), ("SIGTERM", 130)])
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 3), ("SIGHUP", 3), ("SIGTERM", 130)])
 def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path, number: str, code: int) -> None:
-    """As Ctrl-C is in a job that a script starts with &: `timeout` has to send SIGTERM, as it does by default."""
+    """As Ctrl-C is in a job that a script starts with &: `timeout` has to send SIGTERM, as it does by default.
+
+    And as SIGHUP is below nohup.
+    """
     (tmp_path / "torch.py").write_text(SIGNALLED_IMPORT.format(number=number))
-    shell = f"trap '' INT; exec {sys.executable} -m flashqla verify --device cpu"
+    shell = f"trap '' INT HUP; exec {sys.executable} -m flashqla verify --device cpu"
     done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == code
     assert ("the signal was lost" in done.stderr) == (code == 3)
