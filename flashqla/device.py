@@ -20,6 +20,7 @@ from typing import Any
 from flashqla._version import __version__
 
 HOPPER = (9, 0)  # compute capability our kernels are written for
+HOPPER_SMS = 132  # of an H100 or H200 with SXM
 KERNEL_SOURCES = {".py", ".cuh"}
 
 OURS = "flashqla"  # the backend that all of this is about

@@ -191,11 +191,11 @@ def went_wrong(record: Record) -> bool:
     return broken or record.passed is False or record.deterministic is False
 
 
-def shortfall(run: Run) -> str:
-    """Why a run is not all that was asked for, in words; nothing where it came to its end and has rows."""
+def shortfall(run: Run) -> list[str]:
+    """Why a run is not all that was asked for, a line; none where it came to its end and has rows."""
     if run.interrupted:
-        return f"interrupted: {sum(record.status != 'interrupted' for record in run.records)} rows are kept"
-    return "" if run.records else "the run has no rows"
+        return [f"interrupted: {sum(record.status != 'interrupted' for record in run.records)} rows are kept"]
+    return [] if run.records else ["the run has no rows"]
 
 
 def resume(old: Run, new: Run, rows: Sequence[tuple[str, str]]) -> Run:

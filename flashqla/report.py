@@ -153,8 +153,9 @@ def junit(runs: Sequence[Run]) -> str:
     for run in runs:
         counted = judged(run)
         outcomes = [_outcome(record, record.backend in counted) for record in run.records]
-        if lack := shortfall(run):
-            outcomes.append(xml.Outcome(_title(run), "the run is complete", "failure", "incomplete", lack))
+        outcomes += [
+            xml.Outcome(_title(run), "the run is complete", "failure", "incomplete", lack) for lack in shortfall(run)
+        ]
         root.append(xml.suite(_title(run), run.started.isoformat(), outcomes))
     return xml.text(root)
 
@@ -181,7 +182,7 @@ def _outcome(record: Record, counts: bool) -> xml.Outcome:
 def _digest(run: Run, details: bool) -> str:
     full = _page(run, details)
     facts = {name: fact for name, fact in full.facts.items() if name != "cpu" or run.environment.gpu is None}
-    outcome = list(filter(None, [shortfall(run)]))
+    outcome = shortfall(run)
     outcome += [f"{tile.value} {tile.what}" + f" ({tile.detail})" * bool(tile.detail) for tile in _tiles(run)]
     notes = [f"{_words(trouble)}: {_some(trouble.cases)}" for trouble in _troubles(run)]
     rows = markdown(Page("All rows", {}, full.tables, full.notes))

@@ -199,7 +199,7 @@ def bench_page(run: Run, *, roofline: bool = False, memory: bool = False) -> Pag
         *["peak MiB: not known, because it is counted on a GPU alone."] * (asked and not memory),
         *["saved MiB: device memory that a forward pass leaves for the backward pass, its outputs included."] * saved,
     ]
-    return Page(_title(run), facts(run), tables, [*legend, *_kernels(run), *notes.lines()], _shortfall(run))
+    return Page(_title(run), facts(run), tables, [*legend, *_kernels(run), *notes.lines()], shortfall(run))
 
 
 def verify_page(run: Run, *, details: bool = False) -> Page:
@@ -240,7 +240,7 @@ def verify_page(run: Run, *, details: bool = False) -> Page:
     runs = sorted({record.runs for record in run.records if record.runs and record.deterministic})
     if runs:
         legend += [f"Each result was made {_range(runs)} times, with the same bits unless its verdict says otherwise."]
-    summary = [*_shortfall(run), *(counts(run, name) for name in backends)]
+    summary = [*shortfall(run), *(counts(run, name) for name in backends)]
     return Page(
         _title(run),
         facts(run),
@@ -514,10 +514,6 @@ def _verdict(row: dict[str, Record], ours: Sequence[str]) -> str:
         elif record.passed is None and mine:  # the rule itself diverges there, so errors mean nothing
             words.append(f"{who}not judged")
     return ", ".join(words) or "ok"
-
-
-def _shortfall(run: Run) -> list[str]:
-    return list(filter(None, [shortfall(run)]))
 
 
 def counts(run: Run, backend: str) -> str:

@@ -10,6 +10,7 @@ import typer
 
 from flashqla.cases import Case
 from flashqla.cli import console, options
+from flashqla.device import HOPPER_SMS
 from flashqla.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ Examples:
   flashqla explain --target sm_90a --heads 4,16
 """
 OF_KERNELS = ("v_tile", "segment_chunks", "parts", "inverse_ctas")  # of a plan: PyTorch has none of it
-SMS = 132  # of an H100 or H200 with SXM
 
 
 class DType(StrEnum):
@@ -39,7 +39,7 @@ def explain(
     device: options.DeviceOption = None,
     target: Annotated[
         options.Target | None,
-        typer.Option("--target", help=f"For a GPU of that kind with {SMS} SMs, not this machine."),
+        typer.Option("--target", help=f"For a GPU of that kind with {HOPPER_SMS} SMs, not this machine."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="PyTorch instead of a kernel is an error (3).")] = False,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
@@ -62,9 +62,9 @@ def explain(
         raise ArgumentError(
             "--target stands for another device", given=f"--target {target}, --device {device}", supported="one of them"
         )
-    where, note = (f"{target}, {SMS} SMs", "") if target else session.choose_device(device)
+    where, note = (f"{target}, {HOPPER_SMS} SMs", "") if target else session.choose_device(device)
     with console.results_only():
-        plan = planning.make(hv=hv, seqlens=tokens, dtype=case.dtype, sm_count=SMS) if target else _plan(case, where)
+        plan = planning.make(hv=hv, seqlens=tokens, dtype=case.dtype) if target else _plan(case, where)
     if note:
         console.note(note)
     facts = {"problem": f"hk{hk}-hv{hv}/{case.layout}/{case.dtype}", "device": where, **asdict(plan)}

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
-from flashqla.device import HOPPER
+from flashqla.device import HOPPER, HOPPER_SMS
 
 CHUNK, HEAD_DIM = 64, 128
 KERNELS = {
@@ -35,9 +35,9 @@ class Costs(NamedTuple):
     of V in a CTA, for each of the recurrences that run side by side as they start. traffic: per chunk and value head,
     by columns, what these take longer because they share HBM. summary_cta, summary_chunk: as cta and chunk where
     segments are summarised, with all columns; reverse_summary_chunk: where those of gradients are, beside that, by
-    columns, if there are any. parts: in how many a segment may be summarised. scan_segment: per segment of the scans,
-    scan_part: per part of it beyond the first. split: for the launches that splitting adds. gain: of the estimate
-    without; where most heads forget, a split must promise more than estimates are off.
+    columns, if there are any. scan_segment: per segment of the scans, scan_part: per part of it beyond the first.
+    split: for the launches that splitting adds. gain: of the estimate without; where most heads forget, a split must
+    promise more than estimates are off.
     """
 
     cta: float
@@ -46,7 +46,6 @@ class Costs(NamedTuple):
     summary_cta: float
     summary_chunk: float
     reverse_summary_chunk: dict[int, float]
-    parts: tuple[int, ...]
     scan_segment: float
     scan_part: float
     split: float
@@ -66,7 +65,6 @@ COSTS: dict[Direction, Costs] = {
         summary_cta=5.9,
         summary_chunk=0.93,
         reverse_summary_chunk={},
-        parts=(1, 2, 4),
         scan_segment=1.05,
         scan_part=0.55,
         split=4.8,
@@ -79,7 +77,6 @@ COSTS: dict[Direction, Costs] = {
         summary_cta=3.3,
         summary_chunk=0.68,
         reverse_summary_chunk={128: 2.18, 64: 1.17},
-        parts=(1, 2, 4),
         scan_segment=1.7,
         scan_part=1.07,
         split=15.0,
@@ -91,7 +88,8 @@ SUMMARY_KINDS = 2  # CTAs of a part and head where nothing is forgotten
 LASTING_HEADS = 4  # in trained models about one head in so many keeps what it knows beyond a segment
 FORGETTING_CHUNKS = 8  # at the end of a segment are enough for a head that forgets
 SEGMENTS = (2, 3, 4, 5, 6, 8, 11, 16, 22, 32)  # of the longest sequence
-SHORTEST_SEGMENT = 8  # chunks
+PARTS = (1, 2, 4)  # in which a segment may be summarised
+SHORTEST_SEGMENT = 8  # chunks, of a part too
 MOST_SEQUENCES = 65535  # rows of a grid
 STATES_KB, TOKENS_KB = 96, 32  # a value head: of a row of states and transition; of v and o of a chunk
 MOST_STATES = 2  # memory of all states over that of v and o
@@ -144,7 +142,7 @@ def make(
     dtype: str = "bfloat16",
     device: str = "cuda",
     capability: tuple[int, int] | None = HOPPER,
-    sm_count: int = 132,
+    sm_count: int = HOPPER_SMS,
     missing: str = "",
     auto_cp: bool = True,
     direction: Direction = "forward",
@@ -238,31 +236,33 @@ def _choose_split(
     longest, sequences = max(n for n, _ in pack), _size(pack)
     chunks = sum(n * count for n, count in pack)
     row_chunks = max(row_chunks, chunks)
+    most_rows = min(MOST_SEQUENCES, MOST_STATES * chunks * TOKENS_KB // STATES_KB)
     promised: dict[tuple[int, VTile, int], float] = {}
-    for count, tile, parts in product(SEGMENTS, V_TILES, costs.parts):
+    for count, tile in product(SEGMENTS, V_TILES):
         size = -(-longest // count)
-        if size < parts * SHORTEST_SEGMENT:
-            continue
-        rows = (row_chunks // size + sequences) * parts  # of states, of which a sequence has some, used or not
-        if rows > MOST_SEQUENCES or rows * STATES_KB > MOST_STATES * chunks * TOKENS_KB:
-            continue
-        segments = _segments(pack, size)
-        scan_us = (count - 1) * (costs.scan_segment + (parts - 1) * costs.scan_part)
-        rest_us = _recurrences_us(segments, hv, sm_count, tile, costs) + scan_us + costs.split
-        if rest_us >= unsplit_us:
-            continue
-        worst_us, typical_us = (
-            _summaries_us(pack, size, parts, lasting, hv, sm_count, tile, costs)
-            for lasting in (hv, -(-hv // LASTING_HEADS))
-        )
-        if rest_us + worst_us < unsplit_us and rest_us + typical_us < costs.gain * unsplit_us:
-            promised[size, tile, parts] = rest_us + typical_us
+        if size < SHORTEST_SEGMENT:
+            break
+        rows = row_chunks // size + sequences  # of states for each part, of which a sequence has some, used or not
+        recurrences_us = _recurrences_us(_segments(pack, size), hv, sm_count, tile, costs)
+        for parts in PARTS:
+            if size < parts * SHORTEST_SEGMENT or rows * parts > most_rows:
+                break
+            scan_us = (count - 1) * (costs.scan_segment + (parts - 1) * costs.scan_part)
+            rest_us = recurrences_us + scan_us + costs.split
+            if rest_us >= unsplit_us:
+                break
+            worst_us, typical_us = (
+                _summaries_us(pack, size, parts, lasting, hv, sm_count, tile, costs)
+                for lasting in (hv, -(-hv // LASTING_HEADS))
+            )
+            if rest_us + worst_us < unsplit_us and rest_us + typical_us < costs.gain * unsplit_us:
+                promised[size, tile, parts] = rest_us + typical_us
     if not promised:
         return None
     best = min(promised, key=promised.__getitem__)
     size, v_tile, parts = best
-    halves = f" in {parts} parts" if parts > 1 else ""
-    split = f"segments of {size} chunks{halves}, v_tile={v_tile}: an estimated {promised[best]:.0f} us"
+    in_parts = f" in {parts} parts" if parts > 1 else ""
+    split = f"segments of {size} chunks{in_parts}, v_tile={v_tile}: an estimated {promised[best]:.0f} us"
     return size, v_tile, parts, f"{split}, where whole sequences take {unsplit_us:.0f} us"
 
 
