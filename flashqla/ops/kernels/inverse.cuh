@@ -37,7 +37,8 @@ __device__ __forceinline__ void look_up(int* found, int turn, int items, int key
   }
   found[0] = first, found[1] = rows, found[2] = slot, found[3] = key_head, found[4] = turn;
 }
-// The item of a turn, which either half of a warp may ask for another one of, the first half for the first. No turn before that is asked for again.
+// The item of a turn, by all lanes of a warp. Its halves may ask for turns of their own, the first half for the earlier one, or the same, before which
+// nobody asks again.
 __device__ __forceinline__ void find(int* item, int* found, int turn, int items, int key_heads, const int* offsets, int step, int sequences, int tokens) {
   if (__any_sync(~0u, turn - found[4] >= 32)) look_up(found, __shfl_sync(~0u, turn, 0), items, key_heads, offsets, step, sequences, tokens);
 #pragma unroll
@@ -106,12 +107,12 @@ template <typename Element> __device__ __forceinline__ void inverse_norms(const 
 // the blocks between, every factor at most 1: no exponential per element. `start` includes beta.
 enum { kRowLog = 0, kColLog = 64, kBeta = 128, kStart = 192, kStop = 256, kBetween = 320, kVectors = 324 };
 
-// Half a warp turns the log gates and beta of a chunk into its record and vectors. By all lanes of a warp; nothing where there are no rows.
+// Half a warp turns the log gates and beta of a chunk into its record and vectors. By all lanes of a warp; a half without rows writes nothing.
 template <bool kNorm, bool kBackward, typename Gate, typename Beta>
 __device__ __forceinline__ void chunk_factors(const Gate* gates, const Beta* betas, const float* q_norm, const float* k_norm, float* vectors, float* record,
                                               float* cumulative, long long stride, int rows, float scale, int has_cumulative) {
   const int lane = threadIdx.x & 31, block = (lane >> 2) & 3, token = own_token();
-  Four beta, in_block, sum, rq, rk, lq, lk;
+  float beta[4], in_block[4], sum[4], rq[4], rk[4], lq[4], lk[4];
   float own = 0.f;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
@@ -142,11 +143,11 @@ __device__ __forceinline__ void chunk_factors(const Gate* gates, const Beta* bet
   }
   if (rows == 0) return;
   put_record<kBackward>(record, sum, total, beta, rq, rk, lq, lk, scale);
-  put_four(vectors + kRowLog, each([&](int e) { return in_block[e] + lk[e]; }));
-  put_four(vectors + kColLog, each([&](int e) { return in_block[e] - lk[e]; }));
-  put_four(vectors + kBeta, each([&](int e) { return beta[e]; }));
-  put_four(vectors + kStart, each([&](int e) { return beta[e] * ex2(in_block[e]) * rk[e]; }));
-  put_four(vectors + kStop, each([&](int e) { return ex2(end - in_block[e]) * rk[e]; }));
+  put_four(vectors + kRowLog, [&](int e) { return in_block[e] + lk[e]; });
+  put_four(vectors + kColLog, [&](int e) { return in_block[e] - lk[e]; });
+  put_four(vectors + kBeta, [&](int e) { return beta[e]; });
+  put_four(vectors + kStart, [&](int e) { return beta[e] * ex2(in_block[e]) * rk[e]; });
+  put_four(vectors + kStop, [&](int e) { return ex2(end - in_block[e]) * rk[e]; });
   if ((lane & 3) == 3) vectors[kBetween + block] = ex2(end);
   if (has_cumulative) {
 #pragma unroll
@@ -340,9 +341,9 @@ template <typename Element> __device__ __forceinline__ void store_block(const fl
                "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]) : "memory");
 }
 
-// (I + M)^-1 to its tile, X[i] = -X[i,i] * sum over k < i of M[i,k] X[k], zeros above the diagonal, by one warp. With has_beta the blocks on the
-// diagonal are scaled with beta of their columns, and with them all below. Row by row, so that each block of M is made once, and the sums of a
-// row do not wait for each other.
+// (I + M)^-1 to its tile, X[i] = -X[i,i] * sum over k < i of M[i,k] X[k], by one warp. Blocks above the diagonal are zeros that the tile had before.
+// With has_beta the blocks on the diagonal are scaled with beta of their columns, and with them all below. Row by row, so that each block of M is
+// made once, and the sums of a row do not wait for each other.
 template <typename Element> __device__ __forceinline__ void gated_inverse(const float* product, const float* vectors, void* tile, int has_beta) {
   const int g = (threadIdx.x & 31) >> 2;
   float* diagonals = static_cast<float*>(tile) + kDiagonals;
@@ -372,7 +373,7 @@ template <typename Element> __device__ __forceinline__ void gated_inverse(const 
     const float scale[2] = {has_beta ? beta[0] : 1.f, has_beta ? beta[8] : 1.f};
     load_inverse_columns(row[i], diagonals + i * kDiagonal, scale);
     __syncwarp();  // all lanes have come this far: the tile may take the place of what they have read
-    // Above the diagonal are zeros, from the start; but in row 2, where diagonals stood.
+    // In row 2 diagonals stood above the diagonal; in row 3 nothing is above it.
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       if (c <= i || i == 2) store_block<Element>(row[c], tile, i, c);

@@ -6,20 +6,21 @@ Shapes  q, k [T, hk, 128] bf16 or fp16; g, beta [T, hv]  ->  A [T, hv, 64]; reco
         on demand the cumulative gate [T, hv] fp32. Rows past the last sequence become 0 in A, o and the cumulative gate.
 Units   g: natural log of the decay, <= 0; G: its inclusive sum inside the chunk
 Grid    a CTA per SM, which takes in turns an item, a chunk and key head; an item has a job for each value head that shares <k[i], k[j]>
-Cost    per value head 12 KB of HBM, 850 instructions of a warp for the inverse and 250 for all else; per item 16 KB and one 64x64x128 GEMM
+Cost    per value head 10 KB of HBM, 880 instructions of a warp for the inverse, 190 for its factors and 120 around it; per item 16 KB and one
+        64x64x128 GEMM
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
 
     PRODUCT  one warpgroup: K K^T of every item, with l2norm also the norms of keys and queries
     LOAD     one warp: keys in by TMA
-    FACTORS  three warps, each for itself, half a warp a job: the factors of job j are for half j % 6
+    FACTORS  three warps, each for itself, half a warp a job: record and factors of job j are for half j % 6
     INVERT   twelve warps, each for itself: job j of the CTA is for warp j % 12, whatever item it is of
 
-To find an item takes longer than to multiply its keys. So LOAD and FACTORS look up a batch of them, a turn a lane, and hand on what they found.
+To find an item takes longer than to multiply its keys. So a warp of LOAD or FACTORS looks up 32 at once, a turn a lane, and hands on what it found.
 
-The inverse is a long chain of short steps, which only other warps hide, and factors are another one. So a warp waits for another only in three
-rings: of keys; of products, whose stage is free when every job of its item has read it; and of jobs, whose factors are ready when an INVERT warp
-comes for them. Where a group is one head, six products keep half of the INVERT warps busy while the others load and store. A barrier is named for
-what it says is ready or free.
+The inverse is a long chain of short steps, which only other warps hide, and so is the making of its factors. So roles meet in three rings only: of
+keys; of products, whose stage is free when every job of its item has read it; and of jobs, whose factors are there before a warp of INVERT asks for
+them. Four products are four jobs at a time where a group is one head; from three heads on they are enough for all twelve warps. A barrier is named
+for what it says is ready or free.
 
 The inverse is made of 16x16 blocks: those on the diagonal by substitution in fp32, the others, of column c, by
 A[i, c] = -A[i, i] * sum over c <= k < i of M[i, k] A[k, c], in TF32. Only M on the diagonal goes through shared memory.
@@ -35,9 +36,11 @@ from flashqla.ops.kernels.common import (
     BACKWARD_RECORD,
     CHUNK,
     CUDA_TYPES,
+    HALF_WARP,
     HEAD_DIM,
     HOPPER,
     MANUAL_ROLES,
+    OWN,
     RECORD,
     TILE,
     WARP,
@@ -46,19 +49,19 @@ from flashqla.ops.kernels.common import (
 )
 
 WARPS = 12  # that invert
-HALF_WARP = WARP // 2
-FACTOR_JOBS = 2 * 3  # in hand at a time
+FACTOR_JOBS = 3 * 2  # that FACTORS has in hand at a time: warps, and halves of each
 LOAD_BEGIN = WARP_GROUP
 FACTORS_BEGIN = LOAD_BEGIN + WARP
 INVERT_BEGIN = 2 * WARP_GROUP
 THREADS = INVERT_BEGIN + WARPS * WARP
 PRODUCT_REGISTERS, SERVICE_REGISTERS, INVERT_REGISTERS = 80, 88, 104  # a thread, in all what the CTA starts with
 KEYS, PRODUCTS, JOBS = 4, 4, 18  # stages; what shared memory has left for them
-# A barrier tells a phase by its parity, so nobody may wait for one while the phase before it has not begun. Jobs of one stage, and those of one INVERT
-# warp, are prepared by the same half of a FACTORS warp, in order.
+# A barrier tells a phase by its parity, so nobody may wait for one while the phase before it is not over. Jobs of one stage, and those of one INVERT
+# warp, are prepared by the same half of a FACTORS warp, in order; and of two jobs of a stage, an INVERT warp has had the first, or one after it, before
+# it asks for the second.
 assert JOBS % FACTOR_JOBS == WARPS % FACTOR_JOBS == 0
+assert JOBS >= WARPS
 BLOCKS = 10 * 16 * 16  # floats of the lower triangle of a product
-OWN = 4  # tokens of a lane of FACTORS
 SIZE = 2  # bytes of an element
 PIECE = 8  # elements of A and o in 16 bytes
 VECTORS = 324  # floats of one head's per-token factors, kVectors in inverse.cuh
@@ -110,7 +113,7 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
                         x.k_smem[s, half * CHUNK:half * CHUNK + CHUNK, :], barrier=x.keys_ready[s],
                     )
             T.barrier_arrive(x.keys_ready[s])
-            if l2norm:
+            if l2norm:  # PRODUCT reads queries from global memory
                 T.call_extern("handle", "flashqla::prefetch_rows<2>", T.address_of(q[item[FIRST], item[HEAD], 0]), q0 * SIZE, item[ROWS])
 
     @T.macro
@@ -187,7 +190,7 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
                     wait_for_product(x, job[TURN])
                 T.barrier_wait(x.job_free[s], (T.truncdiv(job[NUMBER], JOBS) & 1) ^ 1)
                 T.call_extern("handle", "flashqla::hand_on", T.address_of(x.jobs[s, 0]), item[FIRST], item[ROWS], item[SLOT], item[HEAD])
-            T.sync_warp()
+            T.sync_warp()  # its halves make their factors together
             T.call_extern(
                 "handle", factors, gates.data, betas.data, T.address_of(x.norms[p, 1, 0]), T.address_of(x.norms[p, 0, 0]), T.address_of(x.vectors[s, 0]),
                 T.address_of(x.records[item[SLOT], item[HEAD], 0, 0]), T.address_of(x.cumulative[item[FIRST] * x.has_cumulative, item[HEAD]]), hv, item[ROWS],
@@ -229,13 +232,14 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
         item = T.alloc_local((ITEM,), "int32")
         job = T.alloc_local((JOB,), "int32")
         warp: T.int32 = (x.tx - INVERT_BEGIN) // WARP
+        # What is above the diagonal stays as it is.
         T.call_extern("handle", f"flashqla::zero_pieces<{CHUNK // PIECE}>", T.address_of(x.a_smem[warp, 0, 0]), CHUNK // PIECE, CHUNK)
         T.sync_warp()
         T.call_extern("handle", "flashqla::first_job", job.data, warp, x.group)
         while job[TURN] < x.turns:
             s: T.int32 = T.truncmod(job[NUMBER], JOBS)
             p: T.int32 = T.truncmod(job[TURN], PRODUCTS)
-            T.barrier_wait(x.job_ready[s], (T.truncdiv(job[NUMBER], JOBS)) & 1)
+            T.barrier_wait(x.job_ready[s], T.truncdiv(job[NUMBER], JOBS) & 1)
             T.call_extern("handle", "flashqla::recall", T.address_of(x.jobs[s, 0]), item.data)
             wait_for_product(x, job[TURN])
             if item[ROWS] > 0:

@@ -10,32 +10,29 @@ template <typename Element> __device__ __forceinline__ void four_tokens(Element*
 #pragma unroll
   for (int e = 0; e < 4; ++e) out[e] = own_token() + e < rows ? at[static_cast<long long>(e) * stride] : Element(0.f);
 }
-__device__ __forceinline__ void put_four(float* at, float4 x) { *reinterpret_cast<float4*>(at + own_token()) = x; }
-// f of each token of those of some vectors.
-template <typename Function> __device__ __forceinline__ float4 each(Function f) { return make_float4(f(0), f(1), f(2), f(3)); }
-struct Four {
-  float at[4];
-  __device__ __forceinline__ float operator[](int e) const { return at[e]; }
-  __device__ __forceinline__ float& operator[](int e) { return at[e]; }
-};
+// f of each of this lane's tokens to its place.
+template <typename Function> __device__ __forceinline__ void put_four(float* at, Function f) {
+  *reinterpret_cast<float4*>(at + own_token()) = make_float4(f(0), f(1), f(2), f(3));
+}
 
 // sum: cumulative log gate in base 2, total: that of the last token; rq, rk: inverse norms, lq, lk: their logs in base 2. kBackward: with the rows of
 // the backward pass.
 template <bool kBackward>
-__device__ __forceinline__ void put_record(float* record, Four sum, float total, Four beta, Four rq, Four rk, Four lq, Four lk, float scale) {
-  Four decay;
+__device__ __forceinline__ void put_record(float* record, const float* sum, float total, const float* beta, const float* rq, const float* rk, const float* lq,
+                                           const float* lk, float scale) {
+  float decay[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) decay[e] = ex2(sum[e]);
-  put_four(record, each([&](int e) { return sum[e] + lq[e]; }));
-  put_four(record + 64, each([&](int e) { return sum[e] - lk[e]; }));
-  put_four(record + 128, each([&](int e) { return decay[e] * rk[e]; }));
-  put_four(record + 192, each([&](int e) { return scale * decay[e] * rq[e]; }));
-  put_four(record + 256, each([&](int e) { return ex2(total - sum[e]) * rk[e]; }));
+  put_four(record, [&](int e) { return sum[e] + lq[e]; });
+  put_four(record + 64, [&](int e) { return sum[e] - lk[e]; });
+  put_four(record + 128, [&](int e) { return decay[e] * rk[e]; });
+  put_four(record + 192, [&](int e) { return scale * decay[e] * rq[e]; });
+  put_four(record + 256, [&](int e) { return ex2(total - sum[e]) * rk[e]; });
   if (own_token() == 0) *reinterpret_cast<float2*>(record + 320) = make_float2(ex2(total), total);
   if constexpr (kBackward) {
-    put_four(record + 384, each([&](int e) { return beta[e]; }));
-    put_four(record + 448, each([&](int e) { return beta[e] * decay[e] * rk[e]; }));
-    put_four(record + 512, each([&](int e) { return sum[e] + lk[e]; }));
+    put_four(record + 384, [&](int e) { return beta[e]; });
+    put_four(record + 448, [&](int e) { return beta[e] * decay[e] * rk[e]; });
+    put_four(record + 512, [&](int e) { return sum[e] + lk[e]; });
   }
 }
 
@@ -45,11 +42,12 @@ template <typename Beta>
 __device__ __forceinline__ void record_of_sums(const float* cumulative, const Beta* betas, float* record, int rows, float scale) {
   const float lowest = -126.f * 64.f;  // what a chunk of resets sums to, see chunk_factors
   const int last = max(rows - 1, 0), half = threadIdx.x & 16;
-  Four sum, beta, one, zero;
+  const float one[4] = {1.f, 1.f, 1.f, 1.f}, zero[4] = {};
+  float sum[4], beta[4];
   float total = 0.f;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    sum[e] = fmaxf(cumulative[e] * kLog2e, lowest), beta[e] = float(betas[e]), one[e] = 1.f, zero[e] = 0.f;
+    sum[e] = fmaxf(cumulative[e] * kLog2e, lowest), beta[e] = float(betas[e]);
     const float there = __shfl_sync(~0u, sum[e], half + last / 4);
     if (last % 4 == e) total = there;
   }

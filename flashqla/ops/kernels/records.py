@@ -9,10 +9,19 @@ Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
 import tilelang
 import tilelang.language as T
 
-from flashqla.ops.kernels.common import BACKWARD_RECORD, CHUNK, CUDA_TYPES, HOPPER, MANUAL_ROLES, WARP, WARP_GROUP, cuda
+from flashqla.ops.kernels.common import (
+    BACKWARD_RECORD,
+    CHUNK,
+    CUDA_TYPES,
+    HALF_WARP,
+    HOPPER,
+    MANUAL_ROLES,
+    OWN,
+    WARP_GROUP,
+    cuda,
+)
 
-HEADS = WARP_GROUP // (WARP // 2)
-OWN = 4  # tokens of a lane
+HEADS = WARP_GROUP // HALF_WARP
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -36,7 +45,7 @@ def build_records(beta_dtype: str):
             sums = T.alloc_local((OWN,), "float32")
             betas = T.alloc_local((OWN,), beta_dtype)
             T.pdl_trigger()
-            head: T.int32 = by * HEADS + T.get_thread_binding() // (WARP // 2)
+            head: T.int32 = by * HEADS + T.get_thread_binding() // HALF_WARP
             chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", T.address_of(cu_seqlens[0]), offset_step, sequences, tokens, slot)
             first: T.int32 = T.cast(chunk >> 7, "int32")
             rows: T.int32 = T.if_then_else(head < hv, T.cast(chunk & 127, "int32"), 0)
