@@ -136,7 +136,7 @@ __device__ __forceinline__ void chunk_factors(const Gate* gates, const Beta* bet
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    in_block[e] += until - own;
+    in_block[e] = e == 3 ? until : in_block[e] + (until - own);  // the last token of a block has exactly its sum
     sum[e] = start + in_block[e];
     rq[e] = rk[e] = 1.f, lq[e] = lk[e] = 0.f;
     if constexpr (kNorm) rq[e] = q_norm[token + e], rk[e] = k_norm[token + e], lq[e] = log2f(rq[e]), lk[e] = log2f(rk[e]);
