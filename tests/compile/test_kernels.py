@@ -426,10 +426,6 @@ find
 four_tokens
 four_tokens
 while any job[1] < turns:
-  next_job
-  find
-  four_tokens
-  four_tokens
   s = job[0] % {jobs}
   p = job[1] % {products}
   if job[1] < turns:
@@ -437,10 +433,15 @@ while any job[1] < turns:
     job_free[s].wait job[0] / {jobs} % 2 ^ 1
     hand_on
   __syncwarp
-  chunk_factors
+  chunk_vectors
   if job[1] < turns:
     job_ready[s].arrive
     product_free[p].arrive  # l2norm
+  next_job
+  find
+  four_tokens
+  four_tokens
+  chunk_record
 
 zero_pieces<8>
 __syncwarp

@@ -107,12 +107,19 @@ template <typename Element> __device__ __forceinline__ void inverse_norms(const 
 // the blocks between, every factor at most 1: no exponential per element. `start` includes beta.
 enum { kRowLog = 0, kColLog = 64, kBeta = 128, kStart = 192, kStop = 256, kBetween = 320, kVectors = 324 };
 
-// Half a warp turns the log gates and beta of a chunk into its record and vectors. By all lanes of a warp; a half without rows writes nothing.
-template <bool kNorm, bool kBackward, typename Gate, typename Beta>
-__device__ __forceinline__ void chunk_factors(const Gate* gates, const Beta* betas, const float* q_norm, const float* k_norm, float* vectors, float* record,
-                                              float* cumulative, long long stride, int rows, float scale, int has_cumulative) {
+// What a lane knows of its tokens: the cumulative log gate in base 2, beta, inverse norms of queries and keys and their logs, four each; and the log
+// gate of the chunk.
+enum { kSum = 0, kOwnBeta = 4, kQueryNorm = 8, kKeyNorm = 12, kQueryLog = 16, kKeyLog = 20, kTotal = 24, kKnown = 25 };
+
+// Half a warp turns the log gates and beta of a chunk into its vectors. By all lanes of a warp; a half without rows writes nothing.
+template <bool kNorm, typename Gate, typename Beta>
+__device__ __forceinline__ void chunk_vectors(const Gate* gates, const Beta* betas, const float* q_norm, const float* k_norm, float* vectors, float* known, int rows) {
   const int lane = threadIdx.x & 31, block = (lane >> 2) & 3, token = own_token();
-  float beta[4], in_block[4], sum[4], rq[4], rk[4], lq[4], lk[4];
+  float* sum = known + kSum;
+  float* beta = known + kOwnBeta;
+  float* rk = known + kKeyNorm;
+  float* lk = known + kKeyLog;
+  float in_block[4];
   float own = 0.f;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
@@ -134,25 +141,33 @@ __device__ __forceinline__ void chunk_factors(const Gate* gates, const Beta* bet
     if (block == b) start = total;
     total += __shfl_sync(~0u, until, (lane & 16) + 4 * b + 3);
   }
+  known[kTotal] = total;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     in_block[e] = e == 3 ? until : in_block[e] + (until - own);  // the last token of a block has exactly its sum
     sum[e] = start + in_block[e];
-    rq[e] = rk[e] = 1.f, lq[e] = lk[e] = 0.f;
-    if constexpr (kNorm) rq[e] = q_norm[token + e], rk[e] = k_norm[token + e], lq[e] = log2f(rq[e]), lk[e] = log2f(rk[e]);
+    known[kQueryNorm + e] = kNorm ? q_norm[token + e] : 1.f;
+    rk[e] = kNorm ? k_norm[token + e] : 1.f;
+    known[kQueryLog + e] = kNorm ? log2f(known[kQueryNorm + e]) : 0.f;
+    lk[e] = kNorm ? log2f(rk[e]) : 0.f;
   }
   if (rows == 0) return;
-  put_record<kBackward>(record, sum, total, beta, rq, rk, lq, lk, scale);
   put_four(vectors + kRowLog, [&](int e) { return in_block[e] + lk[e]; });
   put_four(vectors + kColLog, [&](int e) { return in_block[e] - lk[e]; });
   put_four(vectors + kBeta, [&](int e) { return beta[e]; });
   put_four(vectors + kStart, [&](int e) { return beta[e] * ex2(in_block[e]) * rk[e]; });
   put_four(vectors + kStop, [&](int e) { return ex2(end - in_block[e]) * rk[e]; });
   if ((lane & 3) == 3) vectors[kBetween + block] = ex2(end);
+}
+// And into its record, and on demand its cumulative gate.
+template <bool kBackward>
+__device__ __forceinline__ void chunk_record(const float* known, float* record, float* cumulative, long long stride, int rows, float scale, int has_cumulative) {
+  if (rows == 0) return;
+  put_record<kBackward>(record, known + kSum, known[kTotal], known + kOwnBeta, known + kQueryNorm, known + kKeyNorm, known + kQueryLog, known + kKeyLog, scale);
   if (has_cumulative) {
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (token + e < rows) cumulative[(token + e) * stride] = sum[e] * kLn2;
+      if (own_token() + e < rows) cumulative[(own_token() + e) * stride] = known[kSum + e] * kLn2;
   }
 }
 

@@ -64,6 +64,7 @@ assert JOBS >= WARPS
 BLOCKS = 10 * 16 * 16  # floats of the lower triangle of a product
 SIZE = 2  # bytes of an element
 PIECE = 8  # elements of A and o in 16 bytes
+KNOWN = 25  # floats that a lane of FACTORS knows of its tokens, kKnown in inverse.cuh
 VECTORS = 324  # floats of one head's per-token factors, kVectors in inverse.cuh
 FIRST, ROWS, SLOT, HEAD = range(4)  # of an item, as look_up finds it, with the key head, and of a job, with the value head
 ITEM = 4  # its integers
@@ -85,7 +86,8 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
     """The kernel for q and k in `dtype`. l2norm: with the norms of q and k in the factors. backward: with the rows of records that only that pass needs."""
     record = BACKWARD_RECORD if backward else RECORD
     element = CUDA_TYPES[dtype]
-    factors = f"flashqla::chunk_factors<{str(l2norm).lower()}, {str(backward).lower()}, {CUDA_TYPES[g_dtype]}, {CUDA_TYPES[beta_dtype]}>"
+    vectors_of = f"flashqla::chunk_vectors<{str(l2norm).lower()}, {CUDA_TYPES[g_dtype]}, {CUDA_TYPES[beta_dtype]}>"
+    record_of = f"flashqla::chunk_record<{str(backward).lower()}>"
     tokens, slots, hk, hv, offsets, gate_rows = (T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "offsets", "gate_rows"))
     q0, q1, k0, k1, g0, g1, b0, b1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "g0", "g1", "b0", "b1"))
 
@@ -169,20 +171,16 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
     def prepare(x):
         """The factors of jobs into shared memory, their records to HBM."""
         found = T.alloc_local((FOUND,), "int32")
-        item, next_item = (T.alloc_local((ITEM,), "int32") for _ in range(2))
-        job, following = (T.alloc_local((JOB,), "int32") for _ in range(2))
-        gates, next_gates = (T.alloc_local((OWN,), g_dtype) for _ in range(2))
-        betas, next_betas = (T.alloc_local((OWN,), beta_dtype) for _ in range(2))
+        item, done = (T.alloc_local((ITEM,), "int32") for _ in range(2))
+        job = T.alloc_local((JOB,), "int32")
+        gates = T.alloc_local((OWN,), g_dtype)
+        betas = T.alloc_local((OWN,), beta_dtype)
+        known = T.alloc_local((KNOWN,), "float32")
         found[BASE] = -BATCH
         T.call_extern("handle", "flashqla::first_job", job.data, (x.tx - FACTORS_BEGIN) // HALF_WARP, x.group)
         find_job(x, job, found, item)
         load_gates(x, gates, betas, item)
         while T.call_extern("bool", "flashqla::any", job[TURN] < x.turns):
-            for e in T.unroll(JOB):
-                following[e] = job[e]
-            T.call_extern("handle", "flashqla::next_job", following.data, FACTOR_JOBS, x.group)
-            find_job(x, following, found, next_item)
-            load_gates(x, next_gates, next_betas, next_item)  # comes while this job is prepared
             s: T.int32 = T.truncmod(job[NUMBER], JOBS)
             p: T.int32 = T.truncmod(job[TURN], PRODUCTS)
             if job[TURN] < x.turns:
@@ -192,21 +190,22 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
                 T.call_extern("handle", "flashqla::hand_on", T.address_of(x.jobs[s, 0]), item[FIRST], item[ROWS], item[SLOT], item[HEAD])
             T.sync_warp()  # its halves make their factors together
             T.call_extern(
-                "handle", factors, gates.data, betas.data, T.address_of(x.norms[p, 1, 0]), T.address_of(x.norms[p, 0, 0]), T.address_of(x.vectors[s, 0]),
-                T.address_of(x.records[item[SLOT], item[HEAD], 0, 0]), T.address_of(x.cumulative[item[FIRST] * x.has_cumulative, item[HEAD]]), hv, item[ROWS],
-                x.scale, x.has_cumulative,
+                "handle", vectors_of, gates.data, betas.data, T.address_of(x.norms[p, 1, 0]), T.address_of(x.norms[p, 0, 0]), T.address_of(x.vectors[s, 0]),
+                known.data, item[ROWS],
             )
             if job[TURN] < x.turns:
                 T.barrier_arrive(x.job_ready[s])
                 if l2norm:
                     T.barrier_arrive(x.product_free[p])
             for e in T.unroll(ITEM):
-                item[e] = next_item[e]
-            for e in T.unroll(JOB):
-                job[e] = following[e]
-            for e in T.unroll(OWN):
-                gates[e] = next_gates[e]
-                betas[e] = next_betas[e]
+                done[e] = item[e]
+            T.call_extern("handle", "flashqla::next_job", job.data, FACTOR_JOBS, x.group)
+            find_job(x, job, found, item)
+            load_gates(x, gates, betas, item)  # come while the record is written, which nobody in this kernel waits for
+            T.call_extern(
+                "handle", record_of, known.data, T.address_of(x.records[done[SLOT], done[HEAD], 0, 0]),
+                T.address_of(x.cumulative[done[FIRST] * x.has_cumulative, done[HEAD]]), hv, done[ROWS], x.scale, x.has_cumulative,
+            )
 
     @T.macro
     def blank(x, A, o, row, head):
