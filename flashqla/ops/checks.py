@@ -29,7 +29,7 @@ GATE_DTYPES = {dtype: tuple(x for x in DTYPES if x != torch.float64 or dtype == 
 OFFSET_DTYPES = (torch.int32, torch.int64)
 # What a number may be: Real covers NumPy's too, and torch.compile may trace one as a symbol.
 NUMBERS = (type(None), float, int, Real, torch.SymFloat, torch.SymInt)
-FLAGS = (type(None), Integral, numpy.bool_, torch.SymBool)  # bool and int are Integral
+FLAGS = (type(None), bool, Integral, numpy.bool_, torch.SymBool)  # bool is Integral too, which takes longer to see
 SHORT_PACK = 64  # offsets that Python's own numbers are quicker for than NumPy's
 OPTIONAL = {"g", "initial_state", "cu_seqlens", "cu_seqlens_cpu", "dht"}
 

@@ -1,7 +1,7 @@
 """The gated delta rule on tensors: public functions, what runs behind them, and their registration with torch.library.
 
-A call goes: arguments -> checks.Problem -> plan.Plan -> kernels, or the PyTorch chunk form. A forward call that comes
-again is launched from a recording (`ops.repeats`), because all of that takes longer than the launches. The dispatcher
+A call goes: arguments -> checks.Problem -> plan.Plan -> kernels, or the PyTorch chunk form. A call that comes again is
+launched from a recording (`ops.repeats`), because all of that takes longer than the launches. The dispatcher
 of PyTorch comes first only where someone listens to it (autograd, torch.compile, fake tensors, dispatch modes,
 transforms), because it takes 9 of the microseconds that an eager call has on the host.
 
@@ -94,6 +94,8 @@ def chunk_gated_delta_rule(
     forward mode), from kernels where kernels serve the call; in one graph under torch.compile, and under the transforms
     of torch.func, where vmap calls the op row by row. Forward keeps its inputs alone; backward computes
     everything again, in PyTorch in float32 and with a read of the offsets.
+    Calls whose tensors lie where those of an earlier one lay are launched as a CUDA graph of its kernels, which is
+    captured when no other Python thread runs. Results are the same; the host has less to do.
     The kernels need about 160 bytes of scratch memory per token and value head, those of backward about 1.4 KB, freed
     when the call returns.
 
@@ -101,6 +103,13 @@ def chunk_gated_delta_rule(
         ArgumentError (a ValueError): an argument is wrong; before anything is launched.
         UnsupportedError: a fallback inside `strict`, or where PyTorch cannot serve: in a captured graph.
     """
+    tensors = (q, k, v, g, beta, initial_state)
+    flags = (output_final_state, use_qk_l2norm_in_kernel, state_v_first, auto_cp)
+    if head_first is False and _as_kept(scale, flags, tensors, cu_seqlens, cu_seqlens_cpu):
+        facts = _facts(tensors, cu_seqlens, cu_seqlens_cpu, scale, flags)
+        if (again := _again(facts, tensors, cu_seqlens, cu_seqlens_cpu)) is not None:
+            o, final_state = again
+            return o, final_state
     # fmt: off
     checks.kinds(scale, head_first, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
                  cu_seqlens_cpu=cu_seqlens_cpu)
@@ -110,7 +119,6 @@ def chunk_gated_delta_rule(
     arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
                  state_v_first, auto_cp, cu_seqlens_cpu)
     # fmt: on
-    tensors = (q, k, v, g, beta, initial_state)
     if _someone_listens(*tensors):
         o, final_state = _call(torch.ops.flashqla.gated_delta_rule, _Rule, arguments)
     elif _differentiable(*tensors):
@@ -269,13 +277,32 @@ def _someone_listens(*tensors: Tensor | None) -> bool:
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         _refuse_forward_mode()
-    if (
+    return _modes() or any(x is not None and (type(x) is not Tensor or x.is_meta) for x in tensors)
+
+
+def _modes() -> bool:
+    """Whether anything listens to all calls."""
+    return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-    ):
-        return True
-    return any(x is not None and (type(x) is not Tensor or x.is_meta) for x in tensors)
+    )
+
+
+def _as_kept(
+    scale: Any, flags: tuple[Any, ...], tensors: tuple[Any, ...], cu_seqlens: Any, cu_seqlens_cpu: Any
+) -> bool:
+    """Whether arguments are as `checks` makes them, plain tensors, a float and bools, and nobody is to know of the
+    call: then it needs no judging where one like it was judged. Any other call goes the long way, to the same end."""
+    if (scale is not None and type(scale) is not float) or {*map(type, flags)} != {bool}:
+        return False
+    q, k, v, _, beta, _ = tensors
+    if q is None or k is None or v is None or beta is None or forward_ad._current_level >= 0 or _modes():
+        return False
+    for x in (*tensors, cu_seqlens, cu_seqlens_cpu):  # a loop, as in ops.repeats
+        if x is not None and (type(x) is not Tensor or x.layout is not torch.strided or x.is_nested):
+            return False
+    return not _differentiable(*tensors)
 
 
 def _differentiable(*tensors: Tensor | None) -> bool:
@@ -293,9 +320,9 @@ def _without_memory(*tensors: Tensor | None) -> bool:
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     """o and the final state, from the launches of an earlier call like this one where there was one."""
     q, k, v, g, beta, scale, initial_state, final, l2norm, cu_seqlens, state_v_first, auto_cp, hint = arguments
-    settings = (scale or str(scale), final, l2norm, state_v_first, auto_cp)  # the string, because 0.0 == -0.0
-    facts = repeats.facts((q, k, v), (g, beta, initial_state), cu_seqlens, hint, *settings)
-    again = _again(facts, (q, k, v, g, beta, initial_state), cu_seqlens, hint)
+    tensors = (q, k, v, g, beta, initial_state)
+    facts = _facts(tensors, cu_seqlens, hint, scale, (final, l2norm, state_v_first, auto_cp))
+    again = _again(facts, tensors, cu_seqlens, hint)
     if again is not None:
         o, final_state = again
         return o, final_state
@@ -324,6 +351,18 @@ def _backward(*arguments: Any) -> Gradients:
         sm_count = _device_facts(q.device)[1]
         repeats.keep(facts, problem, lambda: _recording().record_backward(problem, chosen, do, dht, sm_count))
     return gradients
+
+
+def _facts(
+    tensors: tuple[Any, ...],
+    cu_seqlens: Tensor | None,
+    hint: Tensor | None,
+    scale: float | None,
+    flags: tuple[bool, ...],
+) -> repeats.Facts | None:
+    """What makes forward calls alike. flags: whether to return the final state, l2norm, state_v_first, auto_cp."""
+    settings = (scale or str(scale), *flags)  # the string, because 0.0 == -0.0
+    return repeats.facts(tensors[:3], tensors[3:], cu_seqlens, hint, *settings)
 
 
 def _again(

@@ -46,14 +46,19 @@ def facts(
     """
     if not _launchable(copied[0]) or (cu_seqlens is not None and cu_seqlens.numel() > MOST_SEQUENCES):
         return None
-    tensors = (*copied, *others)
     for x in copied:
         if x.data_ptr() % 16:
             return None
-    for y in tensors:  # loops, as generators take longer than what they look at
-        if y is not None and y.is_neg():  # memory is not what it says
+    found: list[Hashable] = [*settings]
+    # A loop, as generators and calls take longer than what they look at.
+    for y in (*copied, *others, cu_seqlens, cu_seqlens_cpu):
+        if y is None:
+            found.append(None)
+        elif y.is_neg():  # memory is not what it says
             return None
-    return (*map(_facts, (*tensors, cu_seqlens, cu_seqlens_cpu)), *settings)
+        else:
+            found += (y.shape, y.stride(), y.dtype, y.device)
+    return tuple(found)
 
 
 def find(facts: Facts, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Any:
@@ -86,7 +91,3 @@ def _noted(notes: dict[Hashable, _Known], key: Hashable) -> _Known:
 def _launchable(q: Tensor) -> bool:
     """Whether q is on the current device, and nothing is captured: a graph would outlive what a recording holds."""
     return q.is_cuda and torch.cuda.current_device() == q.get_device() and not torch.cuda.is_current_stream_capturing()
-
-
-def _facts(x: Tensor | None) -> Facts | None:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashqla.errors import ArgumentError
 from flashqla.ops import checks, chunk_gated_delta_rule, gated_delta_rule, plan, repeats
-from flashqla.ops.kernels import launch, recording
+from flashqla.ops.kernels import graphs, launch, recording
 
 HK, HV = 2, 4
 DTYPES = {codes: dtype for dtype, codes in recording.DTYPES.items()}
@@ -72,6 +72,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(repeats, "_launchable", lambda q: True)
     monkeypatch.setattr(repeats, "_known", {})
     monkeypatch.setattr(repeats, "_packs", {})
+    monkeypatch.setattr(graphs, "kept", graphs.Graphs())
+    monkeypatch.setattr(graphs, "active_count", lambda: 2)  # no graphs, where a test does not ask for them
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return launched
 
@@ -390,13 +392,40 @@ def test_wrong_offsets_are_refused_as_before(launches: Launches) -> None:
         pytest.param({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, id="no offsets"),
         pytest.param({"cu_seqlens_cpu": torch.tensor([0, 133])}, id="a hint alone"),
         pytest.param({"scale": [1.0]}, id="scale"),
+        pytest.param({"scale": True}, id="a flag as scale"),
+        pytest.param({"auto_cp": 1.0}, id="a number as flag"),
+        pytest.param({"head_first": True}, id="head_first"),
+        pytest.param({"q": None}, id="no q"),
+        pytest.param({"q": [1.0]}, id="a list"),
+        pytest.param({"beta": torch.zeros(1, 133, HV).to_sparse()}, id="a sparse tensor"),
+        pytest.param({"cu_seqlens": [0, 133]}, id="offsets in a list"),
     ],
 )
 def test_wrong_arguments_are_refused_beside_recordings(launches: Launches, changes: dict[str, Any]) -> None:
-    assert_recorded(launches, drawn())
+    assert_recorded(launches, drawn(scale=1.0))
     for _ in range(3):
         with pytest.raises(ArgumentError):
-            chunk_gated_delta_rule(**drawn() | changes)
+            chunk_gated_delta_rule(**drawn(scale=1.0) | changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"scale": 1}, {"auto_cp": 1}, {"state_v_first": None}, {"q": torch.nn.Parameter(drawn()["q"], False)}]
+)
+def test_arguments_of_other_kinds_that_mean_the_same_do_the_same(launches: Launches, changes: dict[str, Any]) -> None:
+    arguments = drawn(scale=1.0)
+    first = name_addresses(*(before := run(launches, arguments))[:1], arguments, before[1])
+    assert_recorded(launches, arguments)
+    for _ in range(3):
+        others = arguments | changes
+        launched, results = run(launches, others)
+        assert name_addresses(launched, others, results) == first
+
+
+def test_a_call_that_autograd_is_to_know_of_has_gradients_beside_recordings(launches: Launches) -> None:
+    arguments = drawn()
+    assert_recorded(launches, arguments)
+    o, _ = chunk_gated_delta_rule(**arguments | {"v": arguments["v"].clone().requires_grad_()})
+    assert o.requires_grad
 
 
 def test_an_input_that_kernels_cannot_read_in_place_is_copied_each_time(launches: Launches) -> None:
@@ -482,3 +511,85 @@ def test_few_calls_are_kept(launches: Launches, monkeypatch: pytest.MonkeyPatch)
             launched, _ = run(launches, drawn(tokens=tokens))
         assert recorded(launched)
         assert len(repeats._known) <= 3
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A graph: launches what was captured."""
+
+    launches: Launches
+    captured: Launches
+
+    def launch(self, stream: int) -> None:
+        self.launches.extend(self.captured)
+
+
+@pytest.fixture
+def replays(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """Graphs that were made. Runs of a recording get the same memory again, as PyTorch's allocator gives it on GPUs."""
+    made: list[Replay] = []
+    memory: dict[int, Tensor] = {}
+    empty_like = torch.empty_like
+
+    def capture(device: int, launch: Callable[[], None]) -> Replay:
+        before = len(launches)
+        launch()
+        made.append(Replay(launches, launches[before:]))
+        del launches[before:]
+        return made[-1]
+
+    def again(like: Tensor, **options: Any) -> Tensor:
+        if any(like.stride()):  # not one of a recording's
+            return empty_like(like, **options)
+        if id(like) not in memory:
+            memory[id(like)] = empty_like(like, **options)
+        return memory[id(like)]
+
+    monkeypatch.setattr(graphs, "active_count", lambda: 1)
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "_current_stream", lambda device: 0)
+    monkeypatch.setattr(recording.torch, "empty_like", again)
+    return made
+
+
+@pytest.mark.parametrize("changes", CALLS)
+def test_a_graph_launches_what_a_recording_does(
+    launches: Launches, replays: list[Replay], changes: Callable[[], dict[str, Any]]
+) -> None:
+    arguments = drawn(**changes())
+    ran = [run(launches, arguments) for _ in range(6)]
+    assert len(replays) == 1
+    assert [recorded(launched) for launched, _ in ran] == [False, False, True, True, True, True]
+    for launched, results in ran[3:]:
+        assert launched == ran[2][0]
+        assert [None if x is None else x.data_ptr() for x in results] == [
+            None if x is None else x.data_ptr() for x in ran[2][1]
+        ]
+
+
+@pytest.mark.parametrize("name", [*INPUTS, "cu_seqlens"])
+def test_a_graph_is_not_launched_for_other_addresses(launches: Launches, replays: list[Replay], name: str) -> None:
+    arguments = drawn(
+        initial_state=torch.zeros(2, HV, 128, 128), cu_seqlens=torch.tensor([0, 130, 133], dtype=torch.int32)
+    )
+    before = [run(launches, arguments) for _ in range(4)][-1]
+    assert len(replays) == 1
+    others = arguments | {name: arguments[name].clone()}
+    after = run(launches, others)
+    assert len(replays) == 1
+    assert name_addresses(after[0], others, after[1]) == name_addresses(before[0], arguments, before[1])
+
+
+@pytest.mark.parametrize("changes", CALLS)
+def test_graphs_launch_what_a_recorded_backward_pass_does(
+    launches: Launches, replays: list[Replay], changes: Callable[[], dict[str, Any]]
+) -> None:
+    """One graph for what the gradients kernel needs, and one for that."""
+    arguments = drawn(**changes())
+    do = torch.zeros_like(arguments["v"])
+    ran = [run_backward(launches, arguments, do=do) for _ in range(6)]
+    assert ["gradients"] in [[key[0] for key, _ in replay.captured] for replay in replays]
+    assert len(replays) == 3
+    first, *others = (flow(*call) for call in ran[2:])
+    for other in others:
+        assert other == first

@@ -1,5 +1,7 @@
-"""Calls that come again on Hopper: from the third on they are launched from a recording, with the same results."""
+"""Calls that come again on Hopper: from the third on they are launched from a recording, with the same results, and
+where their addresses come again as a CUDA graph."""
 
+import time
 from threading import Thread
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from flashqla.ops import chunk_gated_delta_rule, explain, repeats, strict
+from flashqla.ops.kernels import graphs
 from flashqla.reference import chunk_gated_delta_rule_reference
 
 RECORDED = repeats.RECORDED_CALL + 1  # calls, the last of which comes from a recording
@@ -18,6 +21,8 @@ RECORDED = repeats.RECORDED_CALL + 1  # calls, the last of which comes from a re
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeats, "_known", {})
     monkeypatch.setattr(repeats, "_packs", {})
+    monkeypatch.setattr(graphs, "kept", graphs.Graphs())
+    monkeypatch.setattr(graphs, "active_count", lambda: 1)  # threads of pytest-xdist wait for no device
 
 
 def make(tokens: int, seed: int = 0, device: str = "cuda", cu_seqlens: Tensor | None = None) -> dict[str, Any]:
@@ -159,6 +164,233 @@ def test_a_graph_outlives_recordings() -> None:
             static[name].copy_(x)
     graph.replay()
     assert_same(call(static), captured)
+
+
+def settle(arguments: dict[str, Any]) -> None:
+    """Call until a graph is launched. No results are kept, so that PyTorch's allocator gives the same memory again."""
+    for _ in range(RECORDED + 3):
+        call(arguments)
+    assert graphs.kept._graphs
+    assert not graphs.kept._failed
+
+
+def launched_as_graphs(monkeypatch: pytest.MonkeyPatch) -> list[graphs.Graph]:
+    """Graphs that are launched from now on, in order."""
+    launched: list[graphs.Graph] = []
+    launch = graphs.Graph.launch
+
+    def noted(graph: graphs.Graph, stream: int) -> None:
+        launched.append(graph)
+        launch(graph, stream)
+
+    monkeypatch.setattr(graphs.Graph, "launch", noted)
+    return launched
+
+
+def write(static: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, x in values.items():
+        if x is not None:
+            static[name].copy_(x)
+
+
+@pytest.mark.parametrize("packed", [None, torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [65, 8192])
+def test_a_graph_reads_what_is_there(monkeypatch: pytest.MonkeyPatch, tokens: int, packed: torch.dtype | None) -> None:
+    cu_seqlens = None if packed is None else torch.tensor([0, 20, tokens - 1], dtype=packed, device="cuda")
+    inputs = [make(tokens, seed, cu_seqlens=cu_seqlens) for seed in range(3)]
+    expected = [call(arguments) for arguments in inputs]
+    for arguments, found in zip(inputs, expected, strict=True):
+        exact = chunk_gated_delta_rule_reference(**arguments, output_final_state=True, dtype=torch.float64)
+        for x, truth in zip(found, exact, strict=True):
+            assert torch.linalg.vector_norm(x - truth) < 5e-3 * torch.linalg.vector_norm(truth)
+    del found, exact, x, truth
+    static = {name: None if x is None else x.clone() for name, x in inputs[0].items()}
+    settle(static)
+    launched = launched_as_graphs(monkeypatch)
+    for _ in range(4):
+        for arguments, right in zip(inputs, expected, strict=True):
+            for name in ("q", "k", "v", "g", "beta"):
+                static[name].copy_(arguments[name])
+            assert_same(call(static), right)
+    assert len(launched) >= 6  # all but those that the comparisons have moved
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_graph_reads_offsets_that_were_written(monkeypatch: pytest.MonkeyPatch, counted: bool) -> None:
+    """By a write that PyTorch counts, so that the plan may be another, or by one that only the kernels see."""
+    middles = (64, 130, 0)
+    arguments = make(256)
+    offsets = [torch.tensor([0, middle, 200], dtype=torch.int32, device="cuda") for middle in middles]
+    expected = [call(arguments | {"cu_seqlens": cu_seqlens}) for cu_seqlens in offsets]
+    arguments["cu_seqlens"] = torch.tensor([0, 20, 200], dtype=torch.int32, device="cuda")
+    settle(arguments)
+    launched = launched_as_graphs(monkeypatch)
+    for _ in range(8):
+        for cu_seqlens, right in zip(offsets, expected, strict=True):
+            static = arguments["cu_seqlens"]
+            (static if counted else static.data).copy_(cu_seqlens)
+            assert_same(call(arguments), right)
+    assert len(launched) >= 6
+
+
+def test_graphs_run_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs are written late, on that stream: a launch on another one would read them too early."""
+    inputs = [make(8192, seed) for seed in range(2)]
+    expected = [call(arguments) for arguments in inputs]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        static = {name: None if x is None else x.clone() for name, x in inputs[0].items()}
+        settle(static)
+        launched = launched_as_graphs(monkeypatch)
+        for n in (1, 0) * 4:
+            side.synchronize()
+            torch.cuda._sleep(20_000_000)
+            write(static, inputs[n])
+            assert_same(call(static), expected[n])
+        side.synchronize()
+    assert len(launched) >= 4
+
+
+def test_graphs_are_launched_from_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from one that has done nothing with CUDA before."""
+    inputs = [make(8192, seed) for seed in range(2)]
+    expected = [call(arguments) for arguments in inputs]
+    for arguments in inputs:
+        settle(arguments)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(graphs, "active_count", lambda: 2)
+    launched = launched_as_graphs(monkeypatch)
+    right: list[bool] = []
+
+    def work(n: int) -> None:
+        right.extend(torch.equal(call(inputs[n])[0], expected[n][0]) for _ in range(200))
+
+    for together in ([0], [1], [0, 1]):
+        right.clear()
+        threads = [Thread(target=work, args=(n,)) for n in together]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert right == [True] * 200 * len(together)
+        assert launched
+
+
+def test_nothing_is_captured_beside_a_thread_that_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # threads count
+    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(graphs, "kept", graphs.Graphs())
+    over, errors = [], []
+
+    def wait() -> None:
+        while not over:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                errors.append(error)
+                return
+
+    thread = Thread(target=wait)
+    thread.start()
+    for seed in range(20):
+        arguments = make(65, seed)
+        for _ in range(RECORDED + 3):
+            call(arguments)
+    over.append(True)
+    thread.join()
+    assert not errors
+    assert not graphs.kept._graphs
+
+
+def test_results_that_are_kept_stay_as_they_are() -> None:
+    """Their memory is not given again, so that the graph is not for the calls that follow."""
+    arguments = make(8192)
+    expected = tuple(x.clone() for x in call(arguments))
+    settle(arguments)
+    kept = [call(arguments) for _ in range(20)]
+    settle(arguments)
+    for found in kept:
+        assert_same(found, expected)
+
+
+def test_graphs_that_are_destroyed_while_they_run_do_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST", 2)
+    monkeypatch.setattr(graphs, "RUNS_PER_CAPTURE", 0)
+    inputs = [make(8192, seed) for seed in range(6)]
+    expected = [tuple(x.clone() for x in call(arguments)) for arguments in inputs]
+    for _ in range(5):
+        for arguments, right in zip(inputs, expected, strict=True):
+            for _ in range(4):
+                torch.cuda._sleep(200_000)
+                found = call(arguments)
+            assert_same(found, right)
+            del found
+    assert len(graphs.kept._graphs) == 2
+    assert not graphs.kept._failed
+
+
+def test_gradients_from_graphs_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = make(8192)
+    do = torch.randn(1, 8192, 4, 128, device="cuda").bfloat16()
+    expected = tuple(x.clone() for x in differentiate(arguments, do))
+    for _ in range(RECORDED + 3):
+        differentiate(arguments, do)
+    launched = launched_as_graphs(monkeypatch)
+    for seed in (0, 1, 0):
+        write(arguments, make(8192, seed))
+        found = differentiate(arguments, do)
+        if seed == 0:
+            assert_same(found, expected)
+        del found
+    assert launched
+    assert not graphs.kept._failed
+
+
+def test_a_graph_of_the_user_holds_none_of_ours() -> None:
+    static = make(8192)
+    settle(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(static)
+    graphs.kept = graphs.Graphs()  # ours are destroyed
+    other = make(8192, seed=1)
+    expected = call(other)
+    write(static, other)
+    for _ in range(2):
+        graph.replay()
+        assert_same(captured, expected)
+
+
+@pytest.mark.parametrize("tokens", [65, 8192])
+def test_host_time_of_a_repeated_call(tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed, and not judged: it is the machine's."""
+    arguments = make(tokens)
+    kernels = len(explain(**arguments).kernels)
+    times: dict[str, float] = {}
+
+    def measure(how: str) -> None:
+        for _ in range(RECORDED + 3):
+            call(arguments)
+        best = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(200):
+                chunk_gated_delta_rule(**arguments, output_final_state=True)
+            best.append((time.perf_counter() - begin) / 200 * 1e6)
+        times[how] = min(best)
+
+    with torch.no_grad():
+        graphs.kept._failed = True
+        measure("one by one")
+        graphs.kept._failed = False
+        measure("as a graph")
+    assert graphs.kept._graphs
+    with capsys.disabled():
+        told = ", ".join(f"{value:.1f} us {how}" for how, value in times.items())
+        print(f"\nhost time of a call with {kernels} kernels: {told}")  # noqa: T201
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

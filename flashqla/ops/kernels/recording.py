@@ -2,19 +2,21 @@
 
 Laying out a call takes longer than launching it: every view, every allocation and every description of a tensor for a kernel costs about a
 microsecond. A recording keeps the descriptions in the form that kernels take, DLPack's DLTensor, and a run puts its addresses into them.
+Where all addresses come again, as those that PyTorch's allocator gives do, a run launches a graph of its kernels (`graphs`).
 """
 
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p, sizeof
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashqla.ops.checks import Problem
-from flashqla.ops.kernels import launch, launch_backward
+from flashqla.ops.kernels import graphs, launch, launch_backward
 from flashqla.ops.plan import Plan
 
 ALIGNMENT = 256  # bytes, of tensors in scratch memory: what PyTorch's allocator would give them, and more than kernels ask for
@@ -62,13 +64,14 @@ class Part(NamedTuple):
     calls: list[Call]
     allocated: list[Tensor]  # one element expanded: like what there is to allocate
     freed: list[int]
+    tables: list["Table"]  # that no run has
 
 
 class Table:
     """DLTensors of all views of a part, and its calls. Of one run at a time: kernels read it while other threads run."""
 
     def __init__(self, part: Part, device: int) -> None:
-        views, calls = part.views, part.calls
+        views = part.views
         self.places = [(view.address, view.offset) for view in views]
         self.tensors = (DLTensor * len(views))()
         self.addresses = memoryview(self.tensors).cast("B").cast("Q")[:: sizeof(DLTensor) // 8]  # each tensor's first word
@@ -83,11 +86,16 @@ class Table:
             pointers[view] = c_void_p(addressof(tensor))
         self.calls = [
             Call(function, *(tuple(pointers[x] if isinstance(x, View) else x for x in part) for part in (before, after)))
-            for function, before, after in calls
+            for function, before, after in part.calls
         ]
 
+    def launch(self, addresses: list[int], offsets: Tensor) -> None:
+        self.addresses[:] = array("Q", [addresses[n] + offset for n, offset in self.places])
+        for function, before, after in self.calls:
+            function(*before, offsets, *after)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)  # alike in all is another one still: graphs are kept by the recording that they are of
 class Recording:
     """Addresses of a run are those of the inputs that there are, and then of what the parts allocate, in order."""
 
@@ -95,29 +103,30 @@ class Recording:
     device: int
     results: list[tuple[int, torch.dtype] | None]  # by address, and the dtype that each is to have
     offsets: Tensor | None  # of a batch; those of a pack come with each run
-    free: list[list[Table]] = field(default_factory=list)
 
     def run(self, inputs: Sequence[Tensor | None], cu_seqlens: Tensor | None) -> list[Tensor | None]:
         """Results for inputs in the order in which they were recorded."""
         offsets = self.offsets if cu_seqlens is None else launch._int32(cu_seqlens)
         memory: list[Tensor | None] = [x for x in inputs if x is not None]
-        addresses = [x.data_ptr() for x in inputs if x is not None]
-        try:
-            tables = self.free.pop()
-        except IndexError:  # none yet, or as many runs at a time as there are tables
-            tables = [Table(part, self.device) for part in self.parts]
-        for part, table in zip(self.parts, tables, strict=True):
+        addresses = [x.data_ptr() for x in memory]
+        for n, part in enumerate(self.parts):
             for like in part.allocated:  # sizes as Python numbers would take longer to hand over than allocating takes
                 x = torch.empty_like(like, memory_format=torch.contiguous_format)
                 memory.append(x)
                 addresses.append(x.data_ptr())
-            table.addresses[:] = array("Q", [addresses[n] + offset for n, offset in table.places])
-            for function, before, after in table.calls:
-                function(*before, offsets, *after)
-            for n in part.freed:
-                memory[n] = None
-        self.free.append(tables)
+            key = (self, n, offsets.data_ptr(), *addresses)
+            graphs.kept.launch(key, self.device, partial(self._launch, part, addresses, offsets))
+            for freed in part.freed:
+                memory[freed] = None
         return [self._result(memory, of) for of in self.results]
+
+    def _launch(self, part: Part, addresses: list[int], offsets: Tensor) -> None:
+        try:
+            table = part.tables.pop()
+        except IndexError:  # none yet, or as many runs at a time as there are tables
+            table = Table(part, self.device)
+        table.launch(addresses, offsets)
+        part.tables.append(table)
 
     @staticmethod
     def _result(memory: list[Tensor | None], of: tuple[int, torch.dtype] | None) -> Tensor | None:
@@ -202,7 +211,7 @@ def _record(
     for run, likes, gone in zip(runs, allocated, freed, strict=True):
         calls = [_call(function, arguments, _key(offsets), places) for function, arguments in run]
         views = list(dict.fromkeys(x for call in calls for part in (call.before, call.after) for x in part if isinstance(x, View)))
-        parts.append(Part(views, calls, [problem.v.new_empty((), dtype=x.dtype).expand(x.shape) for x in likes], gone))
+        parts.append(Part(views, calls, [problem.v.new_empty((), dtype=x.dtype).expand(x.shape) for x in likes], gone, []))
     if not {view.address for part in parts for view in part.views}.issuperset(range(len(given))):
         return None
     of = [None if x is None else (places[_key(x)].address, dtype) for x, dtype in zip(results, dtypes, strict=True)]
