@@ -57,6 +57,7 @@ class Truth:
     outputs: dict[str, Tensor]
     recurrence: bool
     unstable: str | None  # why errors mean nothing on these inputs
+    conditions: dict[str, float]  # of sums: the norm that they would have if no term cancelled another, over their own
 
     @property
     def name(self) -> str:
@@ -67,22 +68,33 @@ def truth(inputs: Inputs, direction: Direction = "fwd") -> Truth:
     """What the op must give on these inputs, rows past the last offset as zeros; its gradients for "bwd"."""
     recurrence = max(inputs.case.lengths) <= RECURRENCE_TOKENS
     outputs = _by_heads(inputs, recurrence, torch.float64, direction)
-    return Truth(shown(outputs, inputs, direction), recurrence, instability(inputs))
+    terms = _terms_of_parameters(inputs, outputs["dg"]) if direction == "bwd" else {}
+    conditions = {name: _condition(x) for name, x in terms.items()}
+    return Truth(shown(outputs, inputs, direction), recurrence, instability(inputs), conditions)
 
 
 def shown(outputs: Mapping[str, Tensor], inputs: Inputs, direction: Direction) -> dict[str, Tensor]:
     """Outputs to compare: gradients with dA_log and ddt_bias, summed up in float64."""
     if direction != "bwd":
         return dict(outputs)
-    g, dg = inputs.g.double(), outputs["dg"].double()
+    terms = _terms_of_parameters(inputs, outputs["dg"])
+    return {**outputs, **{name: x.sum((0, 1)) for name, x in terms.items()}}
+
+
+def _terms_of_parameters(inputs: Inputs, dg: Tensor) -> dict[str, Tensor]:
+    """What dA_log and ddt_bias are sums of, [B, T, hv] float64."""
+    g, dg = inputs.g.double(), dg.double()
     if inputs.case.packed:
         g, dg = g[:, : inputs.case.tokens], dg[:, : inputs.case.tokens]
     g = g.clamp(max=0.0)
     scale = GATE_SCALE.get(inputs.case.gate, USUAL_GATE_SCALE)
     # No parameters give a reset of -inf, whose dg is 0 too; sigmoid(x) is 1 - exp(-softplus(x)).
-    by_scale = torch.where(g.isinf(), 0.0, dg * g)
-    by_bias = dg * scale * torch.expm1(g / scale)
-    return {**outputs, "dA_log": by_scale.sum((0, 1)), "ddt_bias": by_bias.sum((0, 1))}
+    return {"dA_log": torch.where(g.isinf(), 0.0, dg * g), "ddt_bias": dg * scale * torch.expm1(g / scale)}
+
+
+def _condition(terms: Tensor) -> float:
+    whole, parts = (float(torch.linalg.vector_norm(x.sum((0, 1)))) for x in (terms, terms.abs()))
+    return parts / whole if whole else 1.0
 
 
 def reference_errors(inputs: Inputs, right: Truth) -> dict[str, TensorErrors]:
@@ -187,13 +199,18 @@ def bounds(
 
 
 def gradient_bounds(
-    found: Mapping[str, TensorErrors], peers: Sequence[Mapping[str, TensorErrors]], strong_gates: bool
+    found: Mapping[str, TensorErrors],
+    peers: Sequence[Mapping[str, TensorErrors]],
+    strong_gates: bool,
+    conditions: Mapping[str, float],
 ) -> dict[str, float]:
     """Allowed relative L2 error per gradient of `found`: 1e-2, or 2e-2 at strong gates, or 1.1 times that of the best
-    peer where it is more."""
+    peer where it is more. A sum whose terms cancel is allowed as much of what they are without their signs, up to
+    5e-2: terms that are each off by no more may leave that."""
     limit = GRADIENT_AT_STRONG_GATES if strong_gates else GRADIENT
     best = {name: [own for peer in peers if name in peer and (own := peer[name].rel_l2) is not None] for name in found}
-    return {name: max(limit, PEER_FACTOR * min(theirs, default=0.0)) for name, theirs in best.items()}
+    limits = {name: max(limit, min(GRADIENT_CHECK, limit * conditions.get(name, 1.0))) for name in found}
+    return {name: max(limits[name], PEER_FACTOR * min(theirs, default=0.0)) for name, theirs in best.items()}
 
 
 def nearest(found: Mapping[str, TensorErrors], allowed: Mapping[str, float]) -> float | None:

@@ -296,7 +296,8 @@ def _verify_case(job: Job, case: Case, rows: dict[str, Row], known: Sequence[Rec
                 allowed = accuracy.bounds(row.errors, [] if name in PEERS else peers, reference)
             else:
                 others = [] if name in PEERS else peers
-                allowed = accuracy.gradient_bounds(row.errors, others, accuracy.strong_gates(inputs))
+                strong = accuracy.strong_gates(inputs)
+                allowed = accuracy.gradient_bounds(row.errors, others, strong, right.conditions)
             row.bound, row.bounds = accuracy.nearest(row.errors, allowed), allowed
             if not accuracy.within(row.errors, allowed) and not right.unstable:
                 off = "" if job.direction == "fwd" else f"{', '.join(accuracy.beyond(row.errors, allowed))} "

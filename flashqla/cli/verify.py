@@ -63,7 +63,8 @@ def verify(
     crashes or hangs costs its row, not the run.
 
     Gradients may be off by 1e-2, 2e-2 at strong gates, or 1.1 times what the best peer is off by. That of g is also
-    shown summed up as it reaches A_log and dt_bias of a model's gates, g = -exp(A_log) softplus(a + dt_bias).
+    shown summed up as it reaches A_log and dt_bias of a model's gates, g = -exp(A_log) softplus(a + dt_bias). Where its
+    parts cancel, such a sum may be off by 1e-2 of what they are without their signs, up to 5e-2 of itself.
     """
     from flashqla.cli import session
     from flashqla.tables import verify_text

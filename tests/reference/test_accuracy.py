@@ -184,13 +184,36 @@ def test_the_quick_truth_has_gradients_of_whole_groups(hk: int, hv: int, heads: 
 
 def test_gradients_are_allowed_what_the_best_peer_needs() -> None:
     found = {"dq": off(9e-3), "dg": off(3e-2)}
-    assert accuracy.gradient_bounds(found, [], strong_gates=False) == {"dq": 1e-2, "dg": 1e-2}
-    assert accuracy.gradient_bounds(found, [], strong_gates=True) == {"dq": 2e-2, "dg": 2e-2}
+    assert accuracy.gradient_bounds(found, [], False, {}) == {"dq": 1e-2, "dg": 1e-2}
+    assert accuracy.gradient_bounds(found, [], True, {}) == {"dq": 2e-2, "dg": 2e-2}
     peers = [{"dq": off(1e-3), "dg": off(4e-2)}, {"dg": off(3e-2)}, {"dg": off(None)}]
-    allowed = accuracy.gradient_bounds(found, peers, strong_gates=False)
+    allowed = accuracy.gradient_bounds(found, peers, False, {})
     assert allowed == {"dq": 1e-2, "dg": pytest.approx(3.3e-2)}
     assert accuracy.within(found, allowed)
     assert accuracy.beyond({"dq": off(2e-2), "dg": off(None)}, {**allowed, "dh0": 1.0}) == ["dq", "dg", "dh0"]
+
+
+def test_sums_that_cancel_are_allowed_what_their_parts_are() -> None:
+    found = {name: off(9e-3) for name in ("dg", "dA_log", "ddt_bias")}
+    conditions = {"dA_log": 3.0, "ddt_bias": 1e6}
+    allowed = accuracy.gradient_bounds(found, [], False, conditions)
+    assert allowed == {"dg": 1e-2, "dA_log": pytest.approx(3e-2), "ddt_bias": 5e-2}
+    allowed = accuracy.gradient_bounds(found, [{"dA_log": off(4e-2)}], True, conditions)
+    assert allowed == {"dg": 2e-2, "dA_log": 5e-2, "ddt_bias": 5e-2}
+
+
+def test_the_condition_of_sums_is_that_of_their_terms() -> None:
+    """Parts that are off by one in a hundred, all in the direction that hurts most, stay within what is allowed."""
+    drawn = inputs.make(replace(CASE, keys="correlated", tail=0), 0, "cpu", "bwd")
+    right = accuracy.truth(drawn, "bwd")
+    assert accuracy.truth(drawn).conditions == {}
+    assert right.conditions.keys() == {"dA_log", "ddt_bias"}
+    terms = right.outputs["dg"] * drawn.g.double()
+    assert right.conditions["dA_log"] == pytest.approx(float(terms.abs().sum((0, 1)).norm() / terms.sum((0, 1)).norm()))
+    worse = {**right.outputs, "dg": right.outputs["dg"] * (1 + 1e-2 * terms.sign())}
+    shown = accuracy.shown({name: worse[name] for name in worse if name not in right.conditions}, drawn, "bwd")
+    errors = accuracy.errors(shown, right.outputs, CASE.tokens)
+    assert errors["dA_log"].rel_l2 == pytest.approx(1e-2 * right.conditions["dA_log"])
 
 
 @pytest.mark.parametrize(
