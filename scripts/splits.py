@@ -1,0 +1,135 @@
+"""Splitting of sequences on, off, and fixed, on shapes that no suite has: what the plan chooses, and what it could.
+
+    python scripts/splits.py --json splits.json
+
+Milliseconds of the forward pass as a CUDA graph with a warm L2 cache, the least of three rounds in which the plans take
+turns, with mixed gates and with none. Ends with how much more than whole sequences, and than the best plan, the chosen
+ones take. Needs a Hopper GPU, and about a minute.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from flashqla import cases, inputs
+from flashqla.ops import checks, gated_delta_rule, plan
+
+HEADS = ((1, 4), (2, 6), (4, 12), (20, 20), (6, 6), (6, 48), (8, 40))
+LENGTHS = (
+    (65536,),
+    (131072,),
+    (512,) * 64,
+    (3000,),
+    (10000,),
+    (777,) * 20,
+    (40000, *(5000,) * 4),
+    (20000, *(300,) * 10),
+    (1500,) * 3,
+    (12345, 6789),
+)
+MOST_ELEMENTS = 131072 * 20 * plan.HEAD_DIM  # of v
+SEGMENTS = (2, 4, 8, 16)  # of the longest sequence, of the fixed splits
+PARTS = (1, 2)
+MOST_STATES = 3  # memory of states over that of v and o
+BATCH_MS = 4.0  # of replays that are timed together
+
+
+def shapes() -> list[tuple[int, int, tuple[int, ...]]]:
+    listed = {(case.hk, case.hv, case.lengths) for case in cases.suite("qwen")}
+    fitting = ((hk, hv, n) for (hk, hv), n in product(HEADS, LENGTHS) if sum(n) * hv * plan.HEAD_DIM <= MOST_ELEMENTS)
+    return [shape for shape in fitting if shape not in listed]
+
+
+def fixed_splits(chosen: plan.Plan, lengths: tuple[int, ...]) -> list[plan.Plan]:
+    longest = -(-max(lengths) // plan.CHUNK)
+    plans = []
+    for count, v_tile, parts in product(SEGMENTS, plan.V_TILES, PARTS):
+        size = -(-longest // count)
+        rows = (sum(lengths) // plan.CHUNK // size + len(lengths)) * parts
+        most_rows = MOST_STATES * sum(lengths) // plan.CHUNK * plan.TOKENS_KB // plan.STATES_KB
+        if size >= plan.SHORTEST_SEGMENT * parts and rows <= most_rows:
+            split = replace(chosen, segment_chunks=size, v_tile=v_tile, parts=parts)
+            plans.append(replace(split, kernels=plan.SPLIT_KERNELS["forward"]))
+    return plans
+
+
+def measure(case: cases.Case) -> dict[str, Any]:
+    from flashqla.ops.kernels import launch
+
+    given = inputs.make(case, 0, "cuda")
+    # fmt: off
+    problem = checks.problem(given.q, given.k, given.v, given.g, given.beta, None, given.initial_state, True, False,
+                             given.cu_seqlens, False, True, given.cu_seqlens_cpu)
+    # fmt: on
+    chosen, whole = (gated_delta_rule._plan(replace(problem, auto_cp=auto_cp)) for auto_cp in (True, False))
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    kept = []  # what graphs write to
+    for tried in (whole, chosen, *fixed_splits(chosen, case.lengths)):
+        if name(tried) not in graphs:
+            launch.forward(problem, tried)  # compiles
+            torch.cuda.synchronize()
+            graphs[name(tried)] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name(tried)]):
+                kept.append(launch.forward(problem, tried))
+    ms = {of: replays_ms(graph, 1.0) for of, graph in graphs.items()}
+    rounds = [
+        {of: replays_ms(graphs[of], ms[of]) for of in [*graphs][:: 1 if turn % 2 == 0 else -1]} for turn in range(3)
+    ]
+    best = {of: min(times[of] for times in rounds) for of in graphs}
+    return {"case": case.id, "chosen": name(chosen), "whole": name(whole), "ms": best}
+
+
+def name(of: plan.Plan) -> str:
+    return f"{of.segment_chunks} chunks, {of.parts} parts, v_tile {of.v_tile}"
+
+
+def replays_ms(graph: torch.cuda.CUDAGraph, about_ms: float) -> float:
+    count = max(3, int(BATCH_MS / about_ms))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / count
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    over_whole = [row["ms"][row["chosen"]] / row["ms"][row["whole"]] for row in rows]
+    over_best = [row["ms"][row["chosen"]] / min(row["ms"].values()) for row in rows]
+    split = sum(row["chosen"] != row["whole"] for row in rows)
+    return (
+        f"{len(rows)} shapes and gates, {split} of them split: over whole sequences {fmean(over_whole):.3f} in the "
+        f"mean and {max(over_whole):.3f} at most, over the best plan {fmean(over_best):.3f} and {max(over_best):.3f}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write all times to this file")
+    chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        parser.error("there is no Hopper GPU here")
+    rows = []
+    for (hk, hv, lengths), gate in product(shapes(), ("mixed", "zero")):
+        with torch.no_grad():
+            rows.append(measure(cases.Case(hk, hv, lengths, gate=gate)))  # type: ignore[arg-type]
+        torch.cuda.empty_cache()
+        row = rows[-1]
+        print(
+            f"{row['case']}: {row['chosen']}, {row['ms'][row['chosen']]:.4f} ms; whole {row['ms'][row['whole']]:.4f} ms"
+        )
+        if chosen.json:
+            chosen.json.write_text(json.dumps(rows, indent=1))
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()
