@@ -124,8 +124,8 @@ def second_registrations() -> Iterator[None]:
             setattr(torch.library, name, register)
 
 
-def load(folder: Path) -> Tree:
-    tree = Tree(folder)
+def load(tree: Tree) -> Tree:
+    """The op of this process is that of the tree from now on, also elsewhere."""
     with tree, second_registrations():
         import flashqla.inputs
         import flashqla.ops.gated_delta_rule  # noqa: F401
@@ -229,13 +229,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write all that was found to this file")
     chosen = parser.parse_args(arguments)
     try:
-        folders = {name: Path(folder) for name, _, folder in (tree.partition("=") for tree in chosen.trees)}
+        trees = {name: Tree(Path(folder)) for name, _, folder in (tree.partition("=") for tree in chosen.trees)}
         problems = [problem(direction, text) for direction in ("fwd", "bwd") for text in getattr(chosen, direction)]
-        trees = {name: load(folder) for name, folder in folders.items()}
     except ValueError as error:
         parser.error(str(error))
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         parser.error("there is no Hopper GPU here")
+    for tree in trees.values():
+        load(tree)
     logging.getLogger("tilelang").setLevel(logging.ERROR)  # it tells of each kernel that two trees share
     results = []
     for given in problems:
