@@ -7,8 +7,9 @@ key heads / value heads : lengths : gate; lengths as 32768, 8192x4 or 28672+4096
 mixed unless another is given.
 
 Of each problem and tree: whether results are bit for bit those of the first tree, and the same in a second call; the
-median of the milliseconds of a CUDA graph behind a cold L2 cache, over rounds in which the trees take turns; and the
-microseconds of each kernel (CUPTI, warm L2). In rounds, because a GPU is faster while it is cool. Needs a Hopper GPU.
+median of the milliseconds that `flashqla bench` would measure with the trees as backends, a CUDA graph behind a cold L2
+cache, in rounds, because a GPU is faster while it is cool; and the microseconds of each kernel (CUPTI, warm L2). Needs
+a Hopper GPU.
 """
 
 import argparse
@@ -26,9 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-FLUSH_BYTES = 256 * 2**20  # of writes, several times the L2 cache
-REPLAYS = 7  # of a graph in a round
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Result:
     same_as_first: dict[str, bool] = field(default_factory=dict)
     same_again: dict[str, bool] = field(default_factory=dict)
     relative_l2: dict[str, float] = field(default_factory=dict)  # of the output that differs most from the first tree's
-    ms: dict[str, list[float]] = field(default_factory=dict)  # of each round
+    ms: dict[str, list[float]] = field(default_factory=dict)  # of each round, as they came
     kernel_us: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -124,75 +122,59 @@ def second_registrations() -> Iterator[None]:
             setattr(torch.library, name, register)
 
 
-def load(tree: Tree) -> Tree:
+def load(tree: Tree) -> None:
     """The op of this process is that of the tree from now on, also elsewhere."""
     with tree, second_registrations():
         import flashqla.inputs
+        import flashqla.measure
         import flashqla.ops.gated_delta_rule  # noqa: F401
-    return tree
 
 
 def call_of(tree: Tree, given: Problem, inputs: Any) -> Callable[[], list[Tensor]]:
-    """A call of a tree's kernels, to be made inside it."""
+    """A call of a tree's kernels."""
     op, checks = (tree.modules[f"flashqla.ops.{name}"] for name in ("gated_delta_rule", "checks"))
     # fmt: off
-    laid_out = checks.problem(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, None, inputs.initial_state, True,
-                              False, inputs.cu_seqlens, False, True, inputs.cu_seqlens_cpu)
+    with tree:
+        laid_out = checks.problem(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, None, inputs.initial_state,
+                                  True, False, inputs.cu_seqlens, False, True, inputs.cu_seqlens_cpu)
     # fmt: on
 
-    def forward() -> list[Tensor]:
-        _, _, o, _, final_state = op._run(laid_out)
-        return [o, final_state]
+    def call() -> list[Tensor]:
+        with tree:
+            if given.direction == "bwd":
+                return [x for x in op._run_backward(laid_out, inputs.do, inputs.dht) if x is not None]
+            _, _, o, _, final_state = op._run(laid_out)
+            return [o, final_state]
 
-    def backward() -> list[Tensor]:
-        return [x for x in op._run_backward(laid_out, inputs.do, inputs.dht) if x is not None]
-
-    return forward if given.direction == "fwd" else backward
+    return call
 
 
-def measure(trees: dict[str, Tree], given: Problem, rounds: int) -> Result:
-    found = Result(given, ms={name: [] for name in trees})
-    first = next(iter(trees.values()))
-    with first:
-        case = first.modules["flashqla.cases"].Case(given.hk, given.hv, given.lengths, gate=given.gate)
-        inputs = first.modules["flashqla.inputs"].make(case, 0, "cuda", given.direction)
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    kept: list[list[Tensor]] = []  # what graphs write to
+@torch.no_grad()
+def measure(trees: dict[str, Tree], given: Problem, rounds: int, device: str = "cuda") -> Result:
+    found = Result(given)
+    modules = next(iter(trees.values())).modules
+    timing = modules["flashqla.measure"]
+    case = modules["flashqla.cases"].Case(given.hk, given.hv, given.lengths, gate=given.gate)
+    inputs = modules["flashqla.inputs"].make(case, 0, device, given.direction)
+    calls = {name: call_of(tree, given, inputs) for name, tree in trees.items()}
     right: list[Tensor] = []
-    for name, tree in trees.items():
-        with tree, torch.no_grad():
-            call = call_of(tree, given, inputs)
-            results = [x.clone() for x in call()]
-            right = right or results
-            found.same_as_first[name] = all(map(torch.equal, right, results))
-            found.same_again[name] = all(map(torch.equal, results, call()))
-            found.relative_l2[name] = max(map(relative_l2, results, right))
-            torch.cuda.synchronize()
-            graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name]):
-                kept.append(call())
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for turn in range(rounds):
-        for name in [*trees][:: 1 if turn % 2 == 0 else -1]:
-            found.ms[name].append(cold_ms(graphs[name], flush))
-    found.kernel_us = {name: kernel_us(graph) for name, graph in graphs.items()}
+    for name, call in calls.items():
+        results = [x.clone() for x in call()]
+        right = right or results
+        found.same_as_first[name] = all(map(torch.equal, right, results))
+        found.same_again[name] = all(map(torch.equal, results, call()))
+        found.relative_l2[name] = max(map(relative_l2, results, right))
+    for name, reading in timing.interleaved(calls, timing.Config(repeats=rounds), device).items():
+        if reading.error or reading.note:
+            raise reading.error or RuntimeError(reading.note)
+        found.ms[name] = reading.timing.samples
+        found.kernel_us[name] = kernel_us(reading.owner) if reading.owner else {}
     return found
 
 
 def relative_l2(x: Tensor, right: Tensor) -> float:
     norm = right.double().norm()
     return float((x.double() - right.double()).norm() / norm) if norm else 0.0
-
-
-def cold_ms(graph: torch.cuda.CUDAGraph, flush: Tensor) -> float:
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPLAYS)]
-    for begin, end in pairs:
-        flush.zero_()
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return float(median(begin.elapsed_time(end) for begin, end in pairs))
 
 
 def kernel_us(graph: torch.cuda.CUDAGraph) -> dict[str, float]:
@@ -225,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--fwd", action="append", default=[], metavar="PROBLEM")
     parser.add_argument("--bwd", action="append", default=[], metavar="PROBLEM")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=12, help="fewer where they take more than 3 s [12]")
     parser.add_argument("--json", type=Path, help="also write all that was found to this file")
     chosen = parser.parse_args(arguments)
     try:

@@ -2,15 +2,16 @@
 
     python scripts/splits.py --json splits.json
 
-Milliseconds of the forward pass as a CUDA graph with a warm L2 cache, the least of three rounds in which the plans take
-turns, with mixed gates and with none. Ends with how much more than whole sequences, and than the best plan, the chosen
-ones take. Needs a Hopper GPU, and about a minute.
+Milliseconds of the forward pass as `flashqla bench --l2 warm` would measure it with the plans as backends, with mixed
+gates and with none. Ends with how much more than whole sequences, and than the best plan, the chosen ones take. Needs a
+Hopper GPU, and a few minutes.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flashqla import cases, inputs
+from flashqla import cases, device, inputs, measure
 from flashqla.ops import checks, gated_delta_rule, plan
 
 HEADS = ((1, 4), (2, 6), (4, 12), (20, 20), (6, 6), (6, 48), (8, 40))
@@ -34,11 +35,12 @@ LENGTHS = (
     (1500,) * 3,
     (12345, 6789),
 )
+GATES: tuple[cases.Gate, ...] = ("mixed", "zero")
 MOST_ELEMENTS = 131072 * 20 * plan.HEAD_DIM  # of v
 SEGMENTS = (2, 4, 8, 16)  # of the longest sequence, of the fixed splits
 PARTS = (1, 2)
 MOST_STATES = 3  # memory of states over that of v and o
-BATCH_MS = 4.0  # of replays that are timed together
+CONFIG = measure.Config(l2="warm")
 
 
 def shapes() -> list[tuple[int, int, tuple[int, ...]]]:
@@ -60,7 +62,8 @@ def fixed_splits(chosen: plan.Plan, lengths: tuple[int, ...]) -> list[plan.Plan]
     return plans
 
 
-def measure(case: cases.Case) -> dict[str, Any]:
+@torch.no_grad()
+def times(case: cases.Case) -> dict[str, Any]:
     from flashqla.ops.kernels import launch
 
     given = inputs.make(case, 0, "cuda")
@@ -69,36 +72,20 @@ def measure(case: cases.Case) -> dict[str, Any]:
                              given.cu_seqlens, False, True, given.cu_seqlens_cpu)
     # fmt: on
     chosen, whole = (gated_delta_rule._plan(replace(problem, auto_cp=auto_cp)) for auto_cp in (True, False))
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    kept = []  # what graphs write to
-    for tried in (whole, chosen, *fixed_splits(chosen, case.lengths)):
-        if name(tried) not in graphs:
-            launch.forward(problem, tried)  # compiles
-            torch.cuda.synchronize()
-            graphs[name(tried)] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name(tried)]):
-                kept.append(launch.forward(problem, tried))
-    ms = {of: replays_ms(graph, 1.0) for of, graph in graphs.items()}
-    rounds = [
-        {of: replays_ms(graphs[of], ms[of]) for of in [*graphs][:: 1 if turn % 2 == 0 else -1]} for turn in range(3)
-    ]
-    best = {of: min(times[of] for times in rounds) for of in graphs}
-    return {"case": case.id, "chosen": name(chosen), "whole": name(whole), "ms": best}
+    plans = {name(tried): tried for tried in (whole, chosen, *fixed_splits(chosen, case.lengths))}
+    calls = {of: partial(launch.forward, problem, tried) for of, tried in plans.items()}
+    for call in calls.values():
+        call()  # compiles
+    ms = {}
+    for of, reading in measure.interleaved(calls, CONFIG, "cuda").items():
+        if reading.timing is None or reading.note:
+            raise reading.error or RuntimeError(reading.note)
+        ms[of] = reading.timing.gpu_ms
+    return {"case": case.id, "chosen": name(chosen), "whole": name(whole), "ms": ms}
 
 
 def name(of: plan.Plan) -> str:
     return f"{of.segment_chunks} chunks, {of.parts} parts, v_tile {of.v_tile}"
-
-
-def replays_ms(graph: torch.cuda.CUDAGraph, about_ms: float) -> float:
-    count = max(3, int(BATCH_MS / about_ms))
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(count):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / count
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -115,12 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write all times to this file")
     chosen = parser.parse_args(arguments)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    card = device.gpu()
+    if card is None or card.capability != device.HOPPER:
         parser.error("there is no Hopper GPU here")
     rows = []
-    for (hk, hv, lengths), gate in product(shapes(), ("mixed", "zero")):
-        with torch.no_grad():
-            rows.append(measure(cases.Case(hk, hv, lengths, gate=gate)))  # type: ignore[arg-type]
+    for (hk, hv, lengths), gate in product(shapes(), GATES):
+        rows.append(times(cases.Case(hk, hv, lengths, gate=gate)))
         torch.cuda.empty_cache()
         row = rows[-1]
         print(

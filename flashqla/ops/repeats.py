@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashqla.ops import checks
+from flashqla.ops.bounded import note
 from flashqla.ops.checks import Problem
 
 Facts = tuple[Hashable, ...]
@@ -83,9 +84,7 @@ def keep(facts: Facts, problem: Problem, record: Callable[[], Any]) -> None:
 
 
 def _noted(notes: dict[Hashable, _Known], key: Hashable) -> _Known:
-    if key not in notes and len(notes) >= MOST:
-        del notes[next(iter(notes))]
-    return notes.setdefault(key, _Known())
+    return notes.get(key) or note(notes, key, _Known(), MOST)
 
 
 def _launchable(q: Tensor) -> bool:

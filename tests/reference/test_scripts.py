@@ -50,7 +50,9 @@ from pathlib import Path
 import ab, flashqla.cases
 
 before = {name: module for name, module in sys.modules.items() if ab.ours(name)}
-one, other = (ab.load(ab.Tree(Path(name))) for name in ("one", "other"))
+one, other = (ab.Tree(Path(name)) for name in ("one", "other"))
+for tree in (one, other):
+    ab.load(tree)
 assert {name: module for name, module in sys.modules.items() if ab.ours(name)} == before
 plans = [tree.modules["flashqla.ops.plan"] for tree in (one, other)]
 assert [hasattr(plan, "mark") for plan in plans] == [False, True]
@@ -58,8 +60,22 @@ with other:
     from flashqla.ops import kernels, plan  # kernels for the first time in this tree
     assert plan is plans[1]
     assert Path(kernels.__file__).is_relative_to(Path("other").resolve())
+for direction in ("fwd", "bwd"):
+    found = ab.measure({"one": one, "other": other}, ab.problem(direction, "1/2:70+0+5"), 3, "cpu")
+    assert found.same_as_first == {"one": True, "other": direction == "fwd"}, found
+    assert found.same_again == {"one": True, "other": True}, found
+    assert found.relative_l2 == {"one": 0.0, "other": 1.0 if direction == "bwd" else 0.0}, found
+    assert {name: len(times) for name, times in found.ms.items()} == {"one": 3, "other": 3}, found
 assert "flashqla.ops.kernels" in other.modules and "flashqla.ops.kernels" not in one.modules
 assert {name: module for name, module in sys.modules.items() if ab.ours(name)} == before
+"""
+
+
+OTHER_GRADIENTS = """
+right = chunk_gated_delta_rule_backward
+def chunk_gated_delta_rule_backward(*arguments, **options):
+    found = right(*arguments, **options)
+    return found._replace(dq=2 * found.dq)
 """
 
 
@@ -67,8 +83,9 @@ def test_trees_have_modules_of_their_own(tmp_path: Path) -> None:
     """In a process of its own: PyTorch keeps the op of the tree that was loaded last."""
     for name in ("one", "other"):
         shutil.copytree(ROOT / "flashqla", tmp_path / name / "flashqla", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "other/flashqla/ops/plan.py").open("a") as file:
-        file.write("mark = True\n")
+    for name, text in (("ops/plan", "mark = True\n"), ("reference/backward", OTHER_GRADIENTS)):
+        with (tmp_path / f"other/flashqla/{name}.py").open("a") as file:
+            file.write(text)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "scripts", ROOT)))}
     command = [sys.executable, "-W", "error", "-c", TREES]
     told = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

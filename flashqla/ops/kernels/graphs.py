@@ -17,6 +17,8 @@ from weakref import finalize
 
 import torch
 
+from flashqla.ops.bounded import note
+
 MOST = 256  # graphs; the oldest goes
 MOST_SEEN = 1024  # launches that may come again, likewise
 # Where there are as many graphs as may be, and another would take the place of one. Capturing takes as long as many launches: an estimate,
@@ -46,15 +48,14 @@ def _driver() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    error = getattr(_driver(), name)(*arguments)
+    _check(name, getattr(_driver(), name)(*arguments))
+
+
+def _check(name: str, error: int) -> None:
     if error:
-        raise RuntimeError(f"{name}: {_error_name(error)}")
-
-
-def _error_name(error: int) -> str:
-    name = c_char_p()
-    _driver().cuGetErrorName(error, byref(name))
-    return name.value.decode() if name.value else f"CUDA error {error}"
+        of_cuda = c_char_p()
+        _driver().cuGetErrorName(error, byref(of_cuda))
+        raise RuntimeError(f"{name}: {of_cuda.value.decode() if of_cuda.value else f'CUDA error {error}'}")
 
 
 class Graph:
@@ -67,9 +68,7 @@ class Graph:
         finalize(self, _driver().cuGraphExecDestroy, handle).atexit = False
 
     def launch(self, stream: int) -> None:
-        error = self._enqueue(self.handle, stream)
-        if error:
-            raise RuntimeError(f"cuGraphLaunch: {_error_name(error)}")
+        _check("cuGraphLaunch", self._enqueue(self.handle, stream))
 
 
 def capture(device: int, launch: Callable[[], None]) -> Graph:
@@ -124,7 +123,7 @@ class Graphs:
             self._runs += 1
             again = key in self._seen
             if not again:
-                _add(self._seen, key, None, MOST_SEEN)
+                note(self._seen, key, None, MOST_SEEN)
             full = len(self._graphs) >= MOST and self._runs < RUNS_PER_CAPTURE
         # Threads that Python does not count may come here, too: those in which autograd runs.
         if not again or full or self._failed or active_count() > 1 or not self._capturing.acquire(blocking=False):
@@ -140,15 +139,7 @@ class Graphs:
             self._capturing.release()
         with self._changing:
             self._runs = 0
-            _add(self._graphs, key, graph, MOST)
-        return graph
-
-
-def _add(notes: dict[Hashable, Any], key: Hashable, value: Any, most: int) -> None:
-    """Add to what is kept at most so many times: the oldest goes."""
-    if len(notes) >= most:
-        del notes[next(iter(notes))]
-    notes[key] = value
+            return note(self._graphs, key, graph, MOST)
 
 
 def _current_stream(device: int) -> int:

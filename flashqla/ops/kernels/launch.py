@@ -14,6 +14,7 @@ import tilelang
 import torch
 from torch import Tensor
 
+from flashqla.ops.bounded import note
 from flashqla.ops.checks import CHUNK, DTYPES, HEAD_DIM, Problem
 from flashqla.ops.kernels.common import RECORD
 from flashqla.ops.plan import Plan
@@ -172,8 +173,7 @@ def _even_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
             return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
         _offsets_of_graphs[key] = offsets
     elif offsets is None:
-        if len(_kept_offsets) == _KEPT_OFFSETS:
-            del _kept_offsets[next(iter(_kept_offsets))]
         # Copied before this returns, so that a call on another stream may read it at once.
-        offsets = _kept_offsets[key] = torch.tensor([n * tokens for n in range(batch + 1)], dtype=torch.int32, device=device)
+        offsets = torch.tensor([n * tokens for n in range(batch + 1)], dtype=torch.int32, device=device)
+        note(_kept_offsets, key, offsets, _KEPT_OFFSETS)
     return offsets
