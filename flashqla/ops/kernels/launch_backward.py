@@ -14,6 +14,8 @@ from flashqla.ops.kernels import launch
 from flashqla.ops.kernels.common import BACKWARD_RECORD
 from flashqla.ops.plan import Plan
 
+MOST_SHARED = 4  # value heads of a cluster, in which each takes two CTAs of eight
+
 
 class Backward(NamedTuple):
     """Gradients in the shapes and dtypes of their inputs; dg and dinitial_state are None where there is no such input."""
@@ -65,9 +67,7 @@ def raw_gradients(
 
     dv, u = (v.new_empty((tokens, hv, HEAD_DIM)) for _ in range(2))
     records = q.new_empty((slots, hv, BACKWARD_RECORD, CHUNK), dtype=torch.float32)
-    # Of two neighbouring chunks the second enters with a state that the gradients kernel makes from that of the first.
-    pairs = tokens // (2 * CHUNK) + sequences
-    states, dstates = (q.new_empty((count, hv, HEAD_DIM, HEAD_DIM)) for count in (pairs, slots))
+    states = q.new_empty((slots, hv, HEAD_DIM, HEAD_DIM))
     nothing = records.as_strided((sequences, hv, HEAD_DIM, HEAD_DIM), (0, 0, 0, 0))  # stands for a state that is not there
     initial, dfinal = (nothing if x is None else launch._key_first(p, x) for x in (p.initial_state, dht))
     dinitial = None if p.initial_state is None else records.new_empty(p.initial_state.shape)
@@ -98,22 +98,18 @@ def raw_gradients(
         )
         kernel("scan", dtype)(offsets, starts, transitions, forgets, tokens, step, segments, parts, sequences)
         kernel("scan", dtype, True)(offsets, dstarts, transitions, forgets, tokens, step, segments, parts, sequences)
-    kernel("chain", "reverse", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
-        q, k, do, A, records, offsets, dfinal, dstates, dv, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
-        p.scale, group, step, segments, parts, has_dht, has_dinitial,
-    )
     kernel("chain", "forward", plan.v_tile, dtype, DTYPES[initial.dtype])(
         None, k, v, A, records, offsets, initial, states, u, None, starts, p.scale, group, step, segments, parts, has_initial, 0,
     )
-    del A, starts, dstarts  # what comes next may lie where they lay: it is written when those who read them have ended
-    dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))
+    shared = next(n for n in range(min(group, MOST_SHARED), 0, -1) if group % n == 0)
+    dq, dk = (q.new_empty((tokens, hv // shared, HEAD_DIM)) for _ in range(2))
     dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
-    # Every second chunk has a state to be made first: none of the CTAs, which go on by as many items, should meet those alone.
-    ctas = min(slots * hk, sm_count - int(sm_count % (2 * hk) == 0))
-    kernel("gradients", dtype, p.l2norm)(
-        q, k, v, do, u, records, states, dstates, offsets, dq, dk, dv, dg, dbeta, p.scale, sequences, step,
-        ctas,
+    kernel("backward", shared, dtype, DTYPES[dfinal.dtype], p.l2norm)(
+        q, k, v, do, A, u, records, states, offsets, dfinal, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
+        dq, dk, dv, dg, dbeta, p.scale, step, segments, parts, has_dht, has_dinitial,
     )
+    if shared < group:
+        dq, dk = (x.view(tokens, hk, group // shared, HEAD_DIM).sum(2, dtype=torch.float32).to(x.dtype) for x in (dq, dk))
     # fmt: on
     return Backward(
         dq.view(p.q.shape),
