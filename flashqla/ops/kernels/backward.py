@@ -1,7 +1,6 @@
 """The reverse recurrence of a sequence and all gradients, in clusters: dS passes from the CTAs that make it to those that use it, on the chip."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import tilelang
 import tilelang.language as T
@@ -35,7 +34,6 @@ HALVES = HEAD_DIM // TILE
 BOTH = tuple(range(HALVES))  # a loop over it is unrolled while tracing
 TOKEN_STAGES = 2
 SIZE = 2  # bytes of an element
-TILE_BYTES = TILE * TILE * SIZE
 SUMS = 32 * CHUNK  # floats, see gradients.cuh
 QUERY, KEY, WRITTEN, INNER = 0, 512, 1024, 1984  # where sums lie
 PARTS = 4 * CHUNK  # of sums of rows, of a half of K
@@ -43,33 +41,22 @@ OWN = CHUNK * TILE // WARP_GROUP  # elements of a thread
 STATE_END, SCORE_END = 2 * WARP_GROUP, 3 * WARP_GROUP
 LOAD_END, SECOND_END, THIRD_END = (SCORE_END + n * WARP for n in (1, 2, 3))
 THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
+# Counters of a value head of a segment: gradients of states and of errors that are there, and those that each helper has used.
+STATES, ERRORS, USED = 0, 1, 2
+COUNTERS = 16
 CHAIN_REGISTERS = (192, 88, 40)
 GRADIENT_REGISTERS = (144, 144, 80)
 
 
-class Behind:
-    """Tiles of a buffer from one of them on."""
-
-    def __init__(self, buffer: Any, first: int) -> None:
-        self.buffer, self.first = buffer, first
-
-    def __getitem__(self, at: tuple[Any, ...]) -> Any:
-        return self.buffer[(at[0] + self.first, *at[1:])]
-
-
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
-def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
+def build_backward(dtype: str, state_dtype: str, l2norm: bool):
     element = CUDA_TYPES[dtype]
     first_apart = dtype == "float16"  # the decay of a chunk's first token
-    tokens, slots, hk, hv, heads, sequences, rows, offsets = (T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "heads", "sequences", "rows", "offsets"))
+    tokens, slots, hk, hv, sequences, rows, offsets, rings, runs = (
+        T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "sequences", "rows", "offsets", "rings", "runs")
+    )
     q0, q1, k0, k1, v0, v1, d0, d1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "v0", "v1", "d0", "d1"))
     e0, e1, e2, e3, l0, l1, l2, l3, s0, s1, s2, s3 = (T.dynamic(f"{x}{d}") for x in "els" for d in range(4))
-
-    # Barriers that another CTA arrives at. Of CTAs of the recurrence: whether B of rank j has room for dS, and for dY in either stage; and whether
-    # what was put aside for it has left. Of CTAs of gradients: whether halves of dS, and stages of dY, are there.
-    ROOM_STATE, ROOM_Y, SENT_STATE, SENT_Y = 0, group, 3 * group, 3 * group + 1
-    STATE_HERE, Y_HERE = 3 * group + 2, 3 * group + 4
-    GATES = 3 * group + 6
 
     # ---- the recurrence
 
@@ -136,8 +123,8 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
             else:
                 scale_columns(dO, dO, OUT_SCALE, i, x)
             T.wgmma_gemm(dO, x.q_smem[s, :, :], S)
-            T.call_extern("handle", "flashqla::gate_wait", T.address_of(x.gates[SENT_STATE]), (i & 1) ^ 1)
-            T.call_extern("handle", "flashqla::store_tiles<16384>", T.access_ptr(x.ds_smem[0, w, 0, 0], "r"), S_in.data)
+            T.barrier_wait(x.s_free[0], (i & 1) ^ 1)
+            T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
             T.fence_proxy_async()
             T.barrier_arrive(x.s_ready[0])
             T.wait_wgmma(1)  # dY; Q^T dO goes on
@@ -155,8 +142,8 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
             T.wait_wgmma(1)  # Q^T dO; the update goes on
             for v, t in T.Parallel(TILE, CHUNK):
                 dO[v, t] = X[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
-            T.call_extern("handle", "flashqla::gate_wait", T.address_of(x.gates[SENT_Y]), (i & 1) ^ 1)
-            T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.dy_smem[w, 0, 0]), dO.data)
+            T.barrier_wait(x.y_free[0], (i & 1) ^ 1)
+            T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.y_smem[w, 0, 0]), dO.data)
             T.fence_proxy_async()
             T.barrier_arrive(x.y_ready[0])
             T.wait_wgmma(0)
@@ -200,39 +187,49 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
             T.barrier_arrive(x.va_ready[p])
 
     @T.macro
-    def send_states(x):
+    def send_states(x, ring):
         for i in T.unroll(x.chunks, unroll_factor=1):
-            j = i % group
             T.barrier_wait(x.s_ready[0], i & 1)
-            T.call_extern("handle", "flashqla::gate_wait", T.address_of(x.gates[ROOM_STATE + j]), (i // group & 1) ^ T.if_then_else(x.rank == 0, 1, 0))
-            for n in BOTH:
-                for h in BOTH:
-                    T.call_extern(
-                        "handle", "flashqla::push", T.address_of(x.ds_smem[n, h, 0, 0]), T.address_of(x.ds_smem[n, h, 0, 0]), TILE_BYTES,
-                        T.address_of(x.gates[STATE_HERE + n]), group + j,
-                    )
+            if i >= x.depth:  # what lies there has been used
+                used = i - x.depth
+                T.call_extern("handle", "flashqla::await", T.address_of(x.counters[x.run, USED + T.truncmod(used, x.helpers)]), T.truncdiv(used, x.helpers) + 1)
+            for w in T.unroll(HALVES):
+                for half in T.unroll(HALVES):
+                    T.tma_copy(x.s_smem[w, half, :, :], ring[x.run * x.depth + T.truncmod(i, x.depth), w * TILE:w * TILE + TILE, half * TILE:half * TILE + TILE])
+            T.tma_store_wait(HALVES * HALVES, read=False)  # the chunk before
+            T.sync_warp()
+            T.call_extern("handle", "flashqla::publish", T.address_of(x.counters[x.run, STATES]), i)
+            T.tma_store_wait(0, read=True)
+            T.barrier_arrive(x.s_free[0])
+        T.tma_store_wait(0, read=False)
+        T.sync_warp()
+        T.call_extern("handle", "flashqla::publish", T.address_of(x.counters[x.run, STATES]), x.chunks)
 
     @T.macro
-    def send_y(x):
+    def send_y(x, dv):
         for i in T.unroll(x.chunks, unroll_factor=1):
-            j = i % group
-            use = i // group * group + x.rank  # of B's
-            slot = use & 1
-            turn = i // group if group % 2 == 0 else i // (2 * group)  # of ours in that stage
-            fresh = T.if_then_else(use - turn * (group if group % 2 == 0 else 2 * group) < TOKEN_STAGES, 1, 0)
+            chunk = x.chunks - 1 - i
+            first = x.bos + chunk * CHUNK
             T.barrier_wait(x.y_ready[0], i & 1)
-            T.call_extern("handle", "flashqla::gate_wait", T.address_of(x.gates[ROOM_Y + 2 * j + slot]), (turn & 1) ^ fresh)
-            for h in BOTH:
-                T.call_extern(
-                    "handle", "flashqla::push", T.address_of(x.dy_smem[slot * HALVES + h, 0, 0]), T.address_of(x.dy_smem[h, 0, 0]), TILE_BYTES,
-                    T.address_of(x.gates[Y_HERE + slot]), group + j,
-                )
+            if chunk * CHUNK + CHUNK <= x.length:
+                for w in T.unroll(HALVES):
+                    T.tma_copy(x.y_smem[w, :, :], dv[first:first + CHUNK, x.head, w * TILE:w * TILE + TILE])
+                T.tma_store_wait(HALVES, read=False)  # the chunk before
+                T.sync_warp()
+                T.call_extern("handle", "flashqla::publish", T.address_of(x.counters[x.run, ERRORS]), i)
+                T.tma_store_wait(0, read=True)
+            else:
+                for w in T.unroll(HALVES):
+                    for b in T.unroll(CHUNK // 4, unroll_factor=1):
+                        for t, v in T.Parallel(4, TILE):
+                            if chunk * CHUNK + b * 4 + t < x.length:
+                                dv[first + b * 4 + t, x.head, w * TILE + v] = x.y_smem[w, b * 4 + t, v]
+            T.barrier_arrive(x.y_free[0])
+        T.tma_store_wait(0, read=False)
+        T.sync_warp()
+        T.call_extern("handle", "flashqla::publish", T.address_of(x.counters[x.run, ERRORS]), x.chunks)
 
     # ---- gradients
-
-    @T.macro
-    def expect(x, gate):
-        T.call_extern("handle", "flashqla::gate_expect", T.address_of(x.gates[gate]), HALVES * TILE_BYTES)
 
     @T.macro
     def columns(x, dq, dk):
@@ -245,7 +242,7 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
         for m in T.unroll(x.items, unroll_factor=1):
             T.call_extern("handle", "flashqla::clear", dq_sum.data)
             T.call_extern("handle", "flashqla::clear", dk_sum.data)
-            for e in T.unroll(group, unroll_factor=1):
+            for e in T.unroll(x.group, unroll_factor=1):
                 s = uses % TOKEN_STAGES
                 T.barrier_wait(x.tokens_ready[s], (uses // TOKEN_STAGES) & 1)
                 T.barrier_wait(x.b_s_ready[half], uses & 1)
@@ -257,9 +254,8 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                     "handle", f"flashqla::add_product<{element}>", dq_sum.data, product.data, T.access_ptr(x.bq_smem[half, 0, 0], "r"),
                     T.access_ptr(x.b_record_smem[s, OUT_SCALE, 0], "r"), T.access_ptr(x.sums[QUERY + half * PARTS], "r"),
                 )
-                T.call_extern("handle", "flashqla::gate_wait", T.address_of(x.gates[Y_HERE + s]), (uses // TOKEN_STAGES) & 1)
-                T.call_extern("handle", "flashqla::begin_product<8>", product.data, T.access_ptr(x.dy_smem[s * HALVES, 0, 0], "r"), T.access_ptr(x.bs_smem[half, 0, 0, 0], "r"), False)
-                T.call_extern("handle", "flashqla::gate_wait", T.address_of(x.gates[STATE_HERE + half]), uses & 1)
+                T.call_extern("handle", "flashqla::begin_product<8>", product.data, T.access_ptr(x.dy_smem[s, 0, 0, 0], "r"), T.access_ptr(x.bs_smem[half, 0, 0, 0], "r"), False)
+                T.barrier_wait(x.ds_ready[half], uses & 1)
                 T.call_extern(
                     "handle", "flashqla::put_inner_product", T.access_ptr(x.bs_smem[half, 0, 0, 0], "r"), T.access_ptr(x.ds_smem[half, 0, 0, 0], "r"), T.access_ptr(x.sums[INNER], "r")
                 )
@@ -268,14 +264,13 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                 # the next states overtook them.
                 T.fence_proxy_async()
                 release(x, x.b_s_free, half)
-                release(x, x.dy_free, s)
                 T.call_extern(
                     "handle", f"flashqla::add_error_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.bk_smem[half, 0, 0], "r"),
                     T.access_ptr(x.b_record_smem[s, 0, 0], "r"), SMALL_BETA, T.access_ptr(x.sums[KEY + half * PARTS], "r"),
                 )
                 T.call_extern("handle", "flashqla::begin_product<8>", product.data, T.access_ptr(x.u_smem[s, 0, 0, 0], "r"), T.access_ptr(x.ds_smem[half, 0, 0, 0], "r"), False)
                 T.call_extern("handle", "flashqla::end_product", product.data)
-                release(x, x.ds_free, 0)
+                release(x, x.ds_free, half)
                 T.call_extern(
                     "handle", f"flashqla::add_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.bk_smem[half, 0, 0], "r"),
                     T.access_ptr(x.b_record_smem[s, KEY_DECAY, 0], "r"), T.access_ptr(x.sums[WRITTEN + half * PARTS], "r"),
@@ -296,10 +291,10 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                     T.access_ptr(x.norms[m & 1, 0, 0, 0], "r"), half,
                 )
             release(x, x.b_qk_free, 0)
-            chunk = x.chunks - 1 - x.j - m * group
+            chunk = x.chunks - 1 - x.j - m * x.helpers
             first = x.bos + chunk * CHUNK
-            T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dq[first, x.shared, half * TILE]), heads * HEAD_DIM, dq_sum.data, x.length - chunk * CHUNK)
-            T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dk[first, x.shared, half * TILE]), heads * HEAD_DIM, dk_sum.data, x.length - chunk * CHUNK)
+            T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dq[first, x.k_head, half * TILE]), hk * HEAD_DIM, dq_sum.data, x.length - chunk * CHUNK)
+            T.call_extern("handle", f"flashqla::store_rows<{element}>", T.address_of(dk[first, x.k_head, half * TILE]), hk * HEAD_DIM, dk_sum.data, x.length - chunk * CHUNK)
 
     @T.macro
     def score_gradient(x, scale):
@@ -321,7 +316,7 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                 T.wgmma_gemm(x.bk_smem[n, :, :], x.bk_smem[n, :, :], kk, transpose_B=True, clear_accum=n == 0)
             T.wait_wgmma(0)
             release(x, x.b_qk_free, 0)
-            for e in T.unroll(group, unroll_factor=1):
+            for e in T.unroll(x.group, unroll_factor=1):
                 s = uses % TOKEN_STAGES
                 T.barrier_wait(x.tokens_ready[s], (uses // TOKEN_STAGES) & 1)
                 # One after the other: both at once have no room in registers, and this role has time.
@@ -334,11 +329,9 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                     T.access_ptr(x.z_smem[0, 0], "r"), row_sum.data, column_sum.data,
                 )
                 for_dy: T.int32 = T.call_extern("int32", "flashqla::anew", s)
-                T.call_extern("handle", "flashqla::gate_wait", T.address_of(x.gates[Y_HERE + s]), (uses // TOKEN_STAGES) & 1)
                 for h in BOTH:
-                    T.wgmma_gemm(x.dy_smem[for_dy * HALVES + h, :, :], x.u_smem[for_dy, h, :, :], product, transpose_B=True, clear_accum=h == 0)
+                    T.wgmma_gemm(x.dy_smem[for_dy, h, :, :], x.u_smem[for_dy, h, :, :], product, transpose_B=True, clear_accum=h == 0)
                 T.wait_wgmma(0)
-                release(x, x.dy_free, s)
                 T.call_extern(
                     "handle", f"flashqla::key_scores<{element}>", product.data, kk.data, T.access_ptr(x.b_record_smem[s, 0, 0], "r"), SMALL_BETA,
                     T.access_ptr(x.x_smem[0, 0], "r"), row_sum.data, column_sum.data, beta_sum.data, diagonal.data,
@@ -352,11 +345,15 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                 uses = uses + 1
 
     @T.macro
-    def load_tokens(x, first, head, slot, s, ready, stage):
+    def load_tokens(x, first, head, e, step, slot, s, ready, stage):
         for h in BOTH:
             column = h * TILE
             T.tma_copy(x.do[first:first + CHUNK, head, column:column + TILE], x.do_smem[s, h, :, :], barrier=ready[stage])
             T.tma_copy(x.u[first:first + CHUNK, head, column:column + TILE], x.u_smem[s, h, :, :], barrier=ready[stage])
+        T.call_extern("handle", "flashqla::await", T.address_of(x.counters[x.run + e, ERRORS]), step + 1)
+        for h in BOTH:
+            column = h * TILE
+            T.tma_copy(x.dv[first:first + CHUNK, head, column:column + TILE], x.dy_smem[s, h, :, :], barrier=ready[stage])
         T.tma_copy(x.records[slot, head, :, :], x.b_record_smem[s, :, :], barrier=ready[stage])
 
     @T.macro
@@ -367,30 +364,31 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
             T.tma_copy(x.k[first:first + CHUNK, x.k_head, column:column + TILE], x.bk_smem[n, :, :], barrier=ready[0])
 
     @T.macro
-    def load_items(x):
+    def load_items(x, ring):
         tails = T.alloc_var("int32")
         uses = T.alloc_var("int32")
         tails = 0
         uses = 0
         for m in T.unroll(x.items, unroll_factor=1):
-            chunk = x.chunks - 1 - x.j - m * group
+            chunk = x.chunks - 1 - x.j - m * x.helpers
             first = x.bos + chunk * CHUNK
             slot = x.slot + chunk
             rows: T.int32 = x.length - chunk * CHUNK
-            for e in T.unroll(group, unroll_factor=1):
-                head = x.shared * group + e
+            for e in T.unroll(x.group, unroll_factor=1):
+                head = x.head + e
                 s = uses % TOKEN_STAGES
                 T.barrier_wait(x.tokens_free[s], ((uses // TOKEN_STAGES) & 1) ^ 1)
                 if rows >= CHUNK:
-                    load_tokens(x, first, head, slot, s, x.tokens_ready, s)
+                    load_tokens(x, first, head, e, x.j + m * x.helpers, slot, s, x.tokens_ready, s)
                 else:  # the rows past the end belong to another sequence, or to nobody
-                    load_tokens(x, first, head, slot, s, x.tail_ready, 0)
+                    load_tokens(x, first, head, e, x.j + m * x.helpers, slot, s, x.tail_ready, 0)
                     T.barrier_arrive(x.tail_ready[0])
                     T.barrier_wait(x.tail_ready[0], tails & 1)
                     tails = tails + 1
                     for h in BOTH:
                         T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.do_smem[s, h, 0, 0]), rows)
                         T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.u_smem[s, h, 0, 0]), rows)
+                        T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.dy_smem[s, h, 0, 0]), rows)
                     T.fence_proxy_async()
                 T.barrier_arrive(x.tokens_ready[s])
                 T.call_extern("handle", "flashqla::prefetch_block", T.address_of(x.states[slot, head, 0, 0]), HEAD_DIM * HEAD_DIM * SIZE)
@@ -399,6 +397,15 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                     for h in BOTH:
                         T.tma_copy(x.states[slot, head, h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], x.bs_smem[n, h, :, :], barrier=x.b_s_ready[n])
                     T.barrier_arrive(x.b_s_ready[n])
+                T.call_extern("handle", "flashqla::await", T.address_of(x.counters[x.run + e, STATES]), x.j + m * x.helpers + 1)
+                for n in BOTH:
+                    T.barrier_wait(x.ds_free[n], (uses & 1) ^ 1)
+                    for h in BOTH:
+                        T.tma_copy(
+                            ring[(x.run + e) * x.depth + T.truncmod(x.j + m * x.helpers, x.depth), h * TILE:h * TILE + TILE, n * TILE:n * TILE + TILE], x.ds_smem[n, h, :, :],
+                            barrier=x.ds_ready[n],
+                        )
+                    T.barrier_arrive(x.ds_ready[n])
                 if e == 0:
                     T.barrier_wait(x.b_qk_free[0], (m & 1) ^ 1)
                     if rows >= CHUNK:
@@ -416,37 +423,15 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                 uses = uses + 1
 
     @T.macro
-    def relay_states(x):
-        """What came is said to be here, so that the CTA that sent it may put the next one aside; and what is used, to the CTA that sends the next.
-
-        By a warp of its own: an arrival at another CTA's barrier takes long.
-        """
-        expect(x, STATE_HERE)
-        expect(x, STATE_HERE + 1)
-        for m in T.unroll(x.items, unroll_factor=1):
-            for e in T.unroll(group, unroll_factor=1):
-                for n in BOTH:
-                    T.call_extern("handle", "flashqla::gate_wait", T.address_of(x.gates[STATE_HERE + n]), (m * group + e) & 1)
-                T.call_extern("handle", "flashqla::gate_arrive", T.address_of(x.gates[SENT_STATE]), e)
-                T.barrier_wait(x.ds_free[0], (m * group + e) & 1)
-                expect(x, STATE_HERE)
-                expect(x, STATE_HERE + 1)
-                T.call_extern("handle", "flashqla::gate_arrive", T.address_of(x.gates[ROOM_STATE + x.j]), (e + 1) % group)
-
-    @T.macro
-    def relay_y(x):
+    def tell_used(x):
+        """A dS that is here may be overwritten where it was."""
         uses = T.alloc_var("int32")
         uses = 0
-        for s in T.unroll(TOKEN_STAGES, explicit=True):
-            expect(x, Y_HERE + s)
         for m in T.unroll(x.items, unroll_factor=1):
-            for e in T.unroll(group, unroll_factor=1):
-                s = uses % TOKEN_STAGES
-                T.call_extern("handle", "flashqla::gate_wait", T.address_of(x.gates[Y_HERE + s]), (uses // TOKEN_STAGES) & 1)
-                T.call_extern("handle", "flashqla::gate_arrive", T.address_of(x.gates[SENT_Y]), e)
-                T.barrier_wait(x.dy_free[s], (uses // TOKEN_STAGES) & 1)
-                expect(x, Y_HERE + s)
-                T.call_extern("handle", "flashqla::gate_arrive", T.address_of(x.gates[ROOM_Y + 2 * x.j + s]), (e + 2) % group)
+            for e in T.unroll(x.group, unroll_factor=1):
+                for n in BOTH:
+                    T.barrier_wait(x.ds_ready[n], uses & 1)
+                T.call_extern("handle", "flashqla::publish", T.address_of(x.counters[x.run + e, USED + x.j]), m + 1)
                 uses = uses + 1
 
     @T.macro
@@ -456,31 +441,16 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
         uses = T.alloc_var("int32")  # value heads so far
         uses = 0
         for m in T.unroll(x.items, unroll_factor=1):
-            for e in T.unroll(group, unroll_factor=1):
-                chunk: T.int32 = T.call_extern("int32", "flashqla::anew", x.chunks - 1 - x.j - m * group)
-                head: T.int32 = T.call_extern("int32", "flashqla::anew", x.shared * group + e)
+            for e in T.unroll(x.group, unroll_factor=1):
+                chunk: T.int32 = T.call_extern("int32", "flashqla::anew", x.chunks - 1 - x.j - m * x.helpers)
+                head: T.int32 = T.call_extern("int32", "flashqla::anew", x.head + e)
                 first = x.bos + chunk * CHUNK
                 rows = x.length - chunk * CHUNK
-                s = uses % TOKEN_STAGES
                 T.call_extern("handle", "flashqla::read_factors", T.address_of(x.records[x.slot + chunk, head, 0, 0]), factors.data)
-                T.call_extern("handle", "flashqla::gate_wait", T.address_of(x.gates[Y_HERE + s]), (uses // TOKEN_STAGES) & 1)
-                if rows >= CHUNK:
-                    for h in BOTH:
-                        T.tma_copy(x.dy_smem[s * HALVES + h, :, :], dv[first:first + CHUNK, head, h * TILE:h * TILE + TILE])
-                    T.tma_store_wait(0, read=True)
-                else:
-                    for h in BOTH:
-                        for b in T.unroll(CHUNK // 4, unroll_factor=1):
-                            for t, c in T.Parallel(4, TILE):
-                                if chunk * CHUNK + b * 4 + t < x.length:
-                                    dv[first + b * 4 + t, head, h * TILE + c] = x.dy_smem[s * HALVES + h, b * 4 + t, c]
-                release(x, x.dy_free, s)
                 T.barrier_wait(x.sums_ready[0], uses & 1)
                 T.call_extern("handle", "flashqla::read_sums", T.access_ptr(x.sums[0], "r"), sums.data)
                 T.sync_warp()
                 T.barrier_arrive(x.sums_free[0])
-                T.tma_store_wait(0, read=False)
-                T.sync_warp()
                 T.call_extern(
                     "handle", f"flashqla::gate_gradients<{element}>", factors.data, sums.data,
                     T.address_of(v[first, head, 0]), v0, T.address_of(dv[first, head, 0]), hv * HEAD_DIM,
@@ -489,7 +459,7 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                 uses = uses + 1
         T.call_extern(
             "handle", f"flashqla::zero_tail<{element}>", T.address_of(dq[0, 0, 0]), T.address_of(dk[0, 0, 0]), T.address_of(dv[0, 0, 0]),
-            T.address_of(dg[0, 0]), T.address_of(dbeta[0, 0]), *x.tail, x.shared, heads, group,
+            T.address_of(dg[0, 0]), T.address_of(dbeta[0, 0]), *x.tail, x.k_head, hk, x.group,
         )
 
     @T.prim_func
@@ -506,45 +476,52 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
         entering: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (e0, e1, e2, e3), state_dtype),
         leaving: T.StridedTensor((sequences, hv, HEAD_DIM, HEAD_DIM), (l0, l1, l2, l3), "float32"),
         starts: T.StridedTensor((rows, hv, HEAD_DIM, HEAD_DIM), (s0, s1, s2, s3), "float32"),
-        dq: T.Tensor((tokens, heads, HEAD_DIM), dtype),
-        dk: T.Tensor((tokens, heads, HEAD_DIM), dtype),
+        dq: T.Tensor((tokens, hk, HEAD_DIM), dtype),
+        dk: T.Tensor((tokens, hk, HEAD_DIM), dtype),
         dv: T.Tensor((tokens, hv, HEAD_DIM), dtype),
         dg: T.Tensor((tokens, hv), "float32"),
         dbeta: T.Tensor((tokens, hv), "float32"),
+        ring: T.Tensor((rings, HEAD_DIM, HEAD_DIM), dtype),
+        counters: T.Tensor((runs, COUNTERS), "int32"),
+        tickets: T.Tensor((1,), "int32"),
         scale: T.float32,
         offset_step: T.int32,
         segment_chunks: T.int32,
         parts: T.int32,
         has_entering: T.int32,
         has_leaving: T.int32,
+        helpers: T.int32,
+        depth: T.int32,
     ):
-        with T.Kernel(heads * 2 * group, T.truncdiv(rows, parts), threads=THREADS, cluster_dims=(2 * group, 1, 1)) as (bx, by):
+        with T.Kernel(T.truncdiv(rows, parts) * (hv + hk * helpers), threads=THREADS):
             T.import_source(
-                f"namespace flashqla {{ constexpr bool kBfloat16 = {int(dtype == 'bfloat16')}; }}\n" + cuda("tiles", "records", "segments", "gradients", "cluster")
+                f"namespace flashqla {{ constexpr bool kBfloat16 = {int(dtype == 'bfloat16')}; }}\n" + cuda("tiles", "records", "segments", "gradients", "flags")
             )
-            gates = T.alloc_shared((GATES,), "uint64")
-            # dS and dY lie at the same place in the CTA that sends them; where the second stage of dY would be, that has P.
-            ds_smem = T.alloc_shared((HALVES, HALVES, TILE, TILE), dtype)  # halves of K, of V
-            dy_smem = T.alloc_shared((TOKEN_STAGES * HALVES, CHUNK, TILE), dtype)
+            ticket = T.alloc_shared((4,), "int32")
             # of the recurrence
             q_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
             k_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
             record_smem = T.alloc_shared((QK_STAGES, BACKWARD_RECORD, CHUNK), "float32")
             v_smem = T.alloc_shared((STAGES, HALVES, CHUNK, TILE), dtype)
             a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+            p_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+            s_smem = T.alloc_shared((HALVES, HALVES, TILE, TILE), dtype)  # halves of V, of K
+            y_smem = T.alloc_shared((HALVES, CHUNK, TILE), dtype)
             # of gradients
             tile = (TOKEN_STAGES, HALVES, CHUNK, TILE)  # of tokens: halves of V
             do_smem = T.alloc_shared(tile, dtype)
             u_smem = T.alloc_shared(tile, dtype)
+            dy_smem = T.alloc_shared(tile, dtype)
             b_record_smem = T.alloc_shared((TOKEN_STAGES, BACKWARD_RECORD, CHUNK), "float32")
             bs_smem = T.alloc_shared((HALVES, HALVES, TILE, TILE), dtype)  # halves of K, of V
+            ds_smem = T.alloc_shared((HALVES, HALVES, TILE, TILE), dtype)
             bq_smem = T.alloc_shared((HALVES, CHUNK, TILE), dtype)
             bk_smem = T.alloc_shared((HALVES, CHUNK, TILE), dtype)
             z_smem = T.alloc_shared((CHUNK, CHUNK), dtype)
             x_smem = T.alloc_shared((CHUNK, CHUNK), dtype)
             sums = T.alloc_shared((SUMS,), "float32")
             norms = T.alloc_shared((2, HALVES, CHUNK, 4), "float32") if l2norm else None  # of two items
-            tiles = (v_smem, do_smem, u_smem, dy_smem, bs_smem, ds_smem, bq_smem, bk_smem, z_smem, x_smem)
+            tiles = (v_smem, s_smem, y_smem, do_smem, u_smem, dy_smem, bs_smem, ds_smem, bq_smem, bk_smem, z_smem, x_smem)
             T.annotate_layout({smem: make_swizzled_layout(smem) for smem in tiles})
             qk_ready = T.alloc_barrier([WARP] * QK_STAGES)  # LOAD -> STATE, SCORE
             qk_free = T.alloc_barrier([SCORE_END // WARP] * QK_STAGES)  # STATE, SCORE -> LOAD
@@ -553,15 +530,17 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
             p_ready = T.alloc_barrier([WARP_GROUP] * STAGES)  # SCORE -> STATE
             p_free = T.alloc_barrier([STATE_END // WARP] * STAGES)  # STATE -> SCORE
             s_ready = T.alloc_barrier([STATE_END])  # STATE -> SEND
+            s_free = T.alloc_barrier([WARP])  # SEND -> STATE
             y_ready = T.alloc_barrier([STATE_END])  # STATE -> SEND
+            y_free = T.alloc_barrier([WARP])  # SEND -> STATE
             b_qk_ready = T.alloc_barrier([WARP])  # LOAD -> COLUMNS, SCORE
             b_qk_free = T.alloc_barrier([SCORE_END // WARP])  # COLUMNS, SCORE -> LOAD
             tokens_ready = T.alloc_barrier([WARP] * TOKEN_STAGES)  # LOAD -> COLUMNS, SCORE
             tokens_free = T.alloc_barrier([SCORE_END // WARP] * TOKEN_STAGES)  # COLUMNS, SCORE -> LOAD
             b_s_ready = T.alloc_barrier([WARP] * HALVES)  # LOAD -> COLUMNS
             b_s_free = T.alloc_barrier([WARP_GROUP // WARP] * HALVES)  # COLUMNS -> LOAD
-            ds_free = T.alloc_barrier([STATE_END // WARP])  # COLUMNS -> RELAY
-            dy_free = T.alloc_barrier([SCORE_END // WARP + 1] * TOKEN_STAGES)  # COLUMNS, SCORE, FINISH -> RELAY
+            ds_ready = T.alloc_barrier([WARP] * HALVES)  # LOAD -> COLUMNS, TELL
+            ds_free = T.alloc_barrier([WARP_GROUP // WARP] * HALVES)  # COLUMNS -> LOAD
             zx_ready = T.alloc_barrier([WARP_GROUP])  # SCORE -> COLUMNS
             zx_free = T.alloc_barrier([STATE_END // WARP])  # COLUMNS -> SCORE
             sums_ready = T.alloc_barrier([SCORE_END])  # COLUMNS, SCORE -> FINISH
@@ -569,27 +548,31 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
             tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
 
             tx = T.get_thread_binding()
-            rank: T.int32 = T.truncmod(bx, 2 * group)
-            shared: T.int32 = T.truncdiv(bx, 2 * group)  # of the value heads of a cluster, what they share of dq and dk
-            k_head: T.int32 = T.truncdiv(shared * hk, heads)
-            if tx == 0:
-                for n in T.unroll(GATES, unroll_factor=1):
-                    T.call_extern("handle", "flashqla::gate_init", T.address_of(gates[n]), 1)
-                T.call_extern("handle", "flashqla::gates_made")
-            T.cluster_sync()
-            found = T.alloc_local((FOUND,), "int32")
-            find_segment(found, cu_seqlens, offset_step, sequences, tokens, segment_chunks, by)
-            sequence, index, first, length, slot = (found[n] for n in (SEQUENCE, INDEX, FIRST, LENGTH, SLOT))
-            chunks = T.alloc_var("int32")
-            chunks = T.ceildiv(length, CHUNK)
+            # CTAs take their work as they come, so that all those before one that waits for another are there, or have been.
             T.pdl_sync()
+            # In variables: quotients of names would be computed at every use.
+            group, rank, row, k_head, head, run = (T.alloc_var("int32") for _ in range(6))
+            rank = T.call_extern("int32", "flashqla::take_ticket", T.address_of(tickets[0]), T.address_of(ticket[0]))
+            group = T.truncdiv(hv, hk)
+            k_head = T.truncdiv(rank, group + helpers)
+            rank = rank - k_head * (group + helpers)
+            row = T.truncdiv(k_head, hk)
+            k_head = k_head - row * hk
+            head = k_head * group + T.if_then_else(rank < group, rank, 0)
+            run = row * hv + head
+            found = T.alloc_local((FOUND,), "int32")
+            find_segment(found, cu_seqlens, offset_step, sequences, tokens, segment_chunks, row)
+            sequence, index, first, length, slot = (found[n] for n in (SEQUENCE, INDEX, FIRST, LENGTH, SLOT))
+            chunks, items = (T.alloc_var("int32") for _ in range(2))
+            chunks = T.ceildiv(length, CHUNK)
+            items = T.truncdiv(chunks - (rank - group) + helpers - 1, helpers)
             if rank < group:
                 x = SimpleNamespace(
-                    q=q, k=k, do=do, A=A, records=records, entering=entering, leaving=leaving, starts=starts, gates=gates,
-                    q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=Behind(dy_smem, HALVES), ds_smem=ds_smem, dy_smem=dy_smem,
+                    q=q, k=k, do=do, A=A, records=records, entering=entering, leaving=leaving, starts=starts, counters=counters,
+                    q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
                     qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
-                    s_ready=s_ready, y_ready=y_ready, tail_ready=tail_ready,
-                    tx=tx, sequence=sequence, row=(by + 1) * parts, head=shared * group + rank, k_head=k_head, rank=rank,
+                    s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
+                    tx=tx, sequence=sequence, row=(row + 1) * parts, head=head, k_head=k_head, run=run, helpers=helpers, depth=depth,
                     slot=slot, bos=first, length=length, chunks=chunks, is_first=index == 0, is_inner=T.if_then_else(found[BEHIND] > 0, 1, 0),
                     has_entering=has_entering, has_leaving=has_leaving, scale=scale,
                 )
@@ -607,19 +590,19 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                     if tx < LOAD_END:
                         load_chunks(x)
                     elif tx < SECOND_END:
-                        send_states(x)
+                        send_states(x, ring)
                     elif tx < THIRD_END:
-                        send_y(x)
+                        send_y(x, dv)
             if rank >= group:
                 y = SimpleNamespace(
-                    q=q, k=k, do=do, u=u, records=records, states=states, gates=gates,
+                    q=q, k=k, do=do, u=u, records=records, states=states, dv=dv, counters=counters,
                     do_smem=do_smem, u_smem=u_smem, dy_smem=dy_smem, b_record_smem=b_record_smem, bs_smem=bs_smem, ds_smem=ds_smem,
                     bq_smem=bq_smem, bk_smem=bk_smem, z_smem=z_smem, x_smem=x_smem, sums=sums, norms=norms,
-                    b_qk_ready=b_qk_ready, b_qk_free=b_qk_free, tokens_ready=tokens_ready, tokens_free=tokens_free, b_s_ready=b_s_ready, b_s_free=b_s_free, ds_free=ds_free, dy_free=dy_free,
+                    b_qk_ready=b_qk_ready, b_qk_free=b_qk_free, tokens_ready=tokens_ready, tokens_free=tokens_free, b_s_ready=b_s_ready, b_s_free=b_s_free, ds_ready=ds_ready, ds_free=ds_free,
                     zx_ready=zx_ready, zx_free=zx_free, sums_ready=sums_ready, sums_free=sums_free, tail_ready=tail_ready,
-                    tx=tx, k_head=k_head, shared=shared, j=rank - group, items=T.truncdiv(chunks - (rank - group) + group - 1, group),
+                    tx=tx, k_head=k_head, j=rank - group, items=items, group=group, helpers=helpers, depth=depth, run=run, head=head,
                     slot=slot, bos=first, length=length, chunks=chunks,
-                    tail=(T.address_of(cu_seqlens[sequences * offset_step]), tokens, by * group + rank - group, T.truncdiv(rows, parts) * group),
+                    tail=(T.address_of(cu_seqlens[sequences * offset_step]), tokens, row * helpers + rank - group, T.truncdiv(rows, parts) * helpers),
                 )
                 if tx < STATE_END:
                     T.inc_max_nreg(GRADIENT_REGISTERS[0])
@@ -630,13 +613,10 @@ def build_backward(group: int, dtype: str, state_dtype: str, l2norm: bool):
                 else:
                     T.dec_max_nreg(GRADIENT_REGISTERS[2])
                     if tx < LOAD_END:
-                        load_items(y)
+                        load_items(y, ring)
                     elif tx < SECOND_END:
                         finish(y, v, dq, dk, dv, dg, dbeta)
                     elif tx < THIRD_END:
-                        relay_states(y)
-                    else:
-                        relay_y(y)
-            T.cluster_sync()
+                        tell_used(y)
 
     return gated_delta_backward

@@ -14,8 +14,6 @@ from flashqla.ops.kernels import launch
 from flashqla.ops.kernels.common import BACKWARD_RECORD
 from flashqla.ops.plan import Plan
 
-MOST_SHARED = 4  # value heads of a cluster, in which each takes two CTAs of eight
-
 
 class Backward(NamedTuple):
     """Gradients in the shapes and dtypes of their inputs; dg and dinitial_state are None where there is no such input."""
@@ -101,15 +99,18 @@ def raw_gradients(
     kernel("chain", "forward", plan.v_tile, dtype, DTYPES[initial.dtype])(
         None, k, v, A, records, offsets, initial, states, u, None, starts, p.scale, group, step, segments, parts, has_initial, 0,
     )
-    shared = next(n for n in range(min(group, MOST_SHARED), 0, -1) if group % n == 0)
-    dq, dk = (q.new_empty((tokens, hv // shared, HEAD_DIM)) for _ in range(2))
+    dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))
     dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
-    kernel("backward", shared, dtype, DTYPES[dfinal.dtype], p.l2norm)(
+    import os
+    depth = int(os.environ.get("DEPTH", "8"))
+    helpers = int(os.environ.get("HELPERS", group))
+    runs = dstarts.shape[0] // parts * hv
+    ring = q.new_empty((runs * depth, HEAD_DIM, HEAD_DIM))
+    counters = torch.zeros((runs + 1, 16), dtype=torch.int32, device=q.device)
+    kernel("backward", dtype, DTYPES[dfinal.dtype], p.l2norm)(
         q, k, v, do, A, u, records, states, offsets, dfinal, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
-        dq, dk, dv, dg, dbeta, p.scale, step, segments, parts, has_dht, has_dinitial,
+        dq, dk, dv, dg, dbeta, ring, counters[:-1], counters[-1, :1], p.scale, step, segments, parts, has_dht, has_dinitial, helpers, depth,
     )
-    if shared < group:
-        dq, dk = (x.view(tokens, hk, group // shared, HEAD_DIM).sum(2, dtype=torch.float32).to(x.dtype) for x in (dq, dk))
     # fmt: on
     return Backward(
         dq.view(p.q.shape),
