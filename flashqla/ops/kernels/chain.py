@@ -122,10 +122,12 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
 
     @T.macro
     def hand_out_state(S_in, i, x, w):
-        T.barrier_wait(x.s_free[0], (i & 1) ^ 1)
-        T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
-        T.fence_proxy_async()
-        T.barrier_arrive(x.s_ready[0])
+        n = i if reverse else i // 2  # states before it
+        if T.Or(reverse, (x.chunks_before + i) & 1 == 0):
+            T.barrier_wait(x.s_free[0], (n & 1) ^ 1)
+            T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
+            T.fence_proxy_async()
+            T.barrier_arrive(x.s_ready[0])
 
     @T.macro
     def hand_out_y(Y, i, x, w):
@@ -283,13 +285,16 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         for i in T.unroll(x.chunks, unroll_factor=1):
             chunk = x.chunks - 1 - i if reverse else i
             first = x.bos + chunk * CHUNK
-            T.barrier_wait(x.s_ready[0], i & 1)
-            for w in T.unroll(groups):
-                row = x.first_column + w * TILE
-                for half in T.unroll(HALVES):
-                    T.tma_copy(x.s_smem[w, half, :, :], states[x.slot + chunk, x.head, row:row + TILE, half * TILE:half * TILE + TILE])
-            T.tma_store_wait(0, read=True)
-            T.barrier_arrive(x.s_free[0])
+            if T.Or(reverse, (x.chunks_before + i) & 1 == 0):
+                n = i if reverse else i // 2  # states before it
+                slot = x.slot + chunk if reverse else x.pair + (x.chunks_before + i) // 2
+                T.barrier_wait(x.s_ready[0], n & 1)
+                for w in T.unroll(groups):
+                    row = x.first_column + w * TILE
+                    for half in T.unroll(HALVES):
+                        T.tma_copy(x.s_smem[w, half, :, :], states[slot, x.head, row:row + TILE, half * TILE:half * TILE + TILE])
+                T.tma_store_wait(0, read=True)
+                T.barrier_arrive(x.s_free[0])
             T.barrier_wait(x.y_ready[0], i & 1)
             if chunk * CHUNK + CHUNK <= x.length:
                 for w in T.unroll(groups):
@@ -380,8 +385,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                     if T.Or(chunks < end, end * CHUNK < length):
                         is_inner = 1
                     chunks = chunks - before  # negative where it is forgotten in front
-            if kind != "summary":
+            if leads:
                 T.pdl_sync()  # until what the kernels before wrote is there
+                T.pdl_trigger()  # by then it is there for the forward kernel too
             x = SimpleNamespace(
                 q=q, k=k, v=v, A=A, records=records, entering=entering, leaving=leaving, starts=starts,
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
@@ -415,7 +421,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 elif tx < STORE_END:
                     if not summary:
                         store(x, states, y)
-            if kind == "summary":
+            if not leads:
                 T.pdl_sync()  # until the kernel beside this one has ended: whoever waits for this one needs both
 
     return gated_delta_chain

@@ -566,18 +566,20 @@ __device__ __forceinline__ void gate_gradients(const float* factors, const float
   }
 }
 
-// Gradients of tokens past the last sequence, by warps of `count` CTAs, of which this is one.
+// Gradients of tokens past the last sequence, of which the slots past the last chunk have 64 each; by a warp.
 template <typename Element>
-__device__ __forceinline__ void zero_tail(Element* dq, Element* dk, Element* dv, float* dg, float* dbeta, const int* end, int tokens, int index, int count,
-                                          int shared, int heads, int group) {
-  const int lane = threadIdx.x & 31, hv = heads * group;
+__device__ __forceinline__ void zero_tail(Element* dq, Element* dk, Element* dv, float* dg, float* dbeta, const int* offsets, int step, int sequences,
+                                          int tokens, int slot, int k_head, int hk, int group) {
+  const int end = max(min(offsets[sequences * step], tokens), 0), first = end + (slot - end / 64 - sequences) * 64;
+  if (first < end) return;
+  const int lane = threadIdx.x & 31, hv = hk * group;
   const auto zero = [&](Element* row) { *reinterpret_cast<uint2*>(row + 4 * lane) = make_uint2(0, 0); };
 #pragma unroll 1
-  for (long long token = max(min(*end, tokens), 0) + index; token < tokens; token += count) {
-    zero(dq + (token * heads + shared) * 128);
-    zero(dk + (token * heads + shared) * 128);
+  for (long long token = first; token < min(first + 64, tokens); ++token) {
+    zero(dq + (token * hk + k_head) * 128);
+    zero(dk + (token * hk + k_head) * 128);
 #pragma unroll 1
-    for (int head = shared * group; head < (shared + 1) * group; ++head) {
+    for (int head = k_head * group; head < (k_head + 1) * group; ++head) {
       zero(dv + (token * hv + head) * 128);
       if (lane == 0) dg[token * hv + head] = dbeta[token * hv + head] = 0.f;
     }

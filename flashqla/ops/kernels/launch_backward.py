@@ -65,7 +65,9 @@ def raw_gradients(
 
     dv, u = (v.new_empty((tokens, hv, HEAD_DIM)) for _ in range(2))
     records = q.new_empty((slots, hv, BACKWARD_RECORD, CHUNK), dtype=torch.float32)
-    states = q.new_empty((slots, hv, HEAD_DIM, HEAD_DIM))
+    # Of two neighbouring chunks the second enters with a state that the gradients kernel makes from that of the first.
+    pairs = tokens // (2 * CHUNK) + sequences
+    states, dstates = (q.new_empty((count, hv, HEAD_DIM, HEAD_DIM)) for count in (pairs, slots))
     nothing = records.as_strided((sequences, hv, HEAD_DIM, HEAD_DIM), (0, 0, 0, 0))  # stands for a state that is not there
     initial, dfinal = (nothing if x is None else launch._key_first(p, x) for x in (p.initial_state, dht))
     dinitial = None if p.initial_state is None else records.new_empty(p.initial_state.shape)
@@ -96,20 +98,21 @@ def raw_gradients(
         )
         kernel("scan", dtype)(offsets, starts, transitions, forgets, tokens, step, segments, parts, sequences)
         kernel("scan", dtype, True)(offsets, dstarts, transitions, forgets, tokens, step, segments, parts, sequences)
+    kernel("chain", "reverse", plan.v_tile, dtype, DTYPES[dfinal.dtype])(
+        q, k, do, A, records, offsets, dfinal, dstates, dv, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
+        p.scale, group, step, segments, parts, has_dht, has_dinitial,
+    )
     kernel("chain", "forward", plan.v_tile, dtype, DTYPES[initial.dtype])(
         None, k, v, A, records, offsets, initial, states, u, None, starts, p.scale, group, step, segments, parts, has_initial, 0,
     )
+    del A, starts, dstarts  # what comes next may lie where they lay: it is written when those who read them have ended
     dq, dk = (q.new_empty((tokens, hk, HEAD_DIM)) for _ in range(2))
     dg, dbeta = (records.new_empty((tokens, hv)) for _ in range(2))
-    import os
-    depth = int(os.environ.get("DEPTH", "8"))
-    helpers = int(os.environ.get("HELPERS", group))
-    runs = dstarts.shape[0] // parts * hv
-    ring = q.new_empty((runs * depth, HEAD_DIM, HEAD_DIM))
-    counters = torch.zeros((runs + 1, 16), dtype=torch.int32, device=q.device)
-    kernel("backward", dtype, DTYPES[dfinal.dtype], p.l2norm)(
-        q, k, v, do, A, u, records, states, offsets, dfinal, nothing if dinitial is None else launch._key_first(p, dinitial), dstarts,
-        dq, dk, dv, dg, dbeta, ring, counters[:-1], counters[-1, :1], p.scale, step, segments, parts, has_dht, has_dinitial, helpers, depth,
+    # Every second chunk has a state to be made first: none of the CTAs, which go on by as many items, should meet those alone.
+    ctas = min(slots * hk, sm_count - int(sm_count % (2 * hk) == 0))
+    kernel("gradients", dtype, p.l2norm)(
+        q, k, v, do, u, records, states, dstates, offsets, dq, dk, dv, dg, dbeta, p.scale, sequences, step,
+        ctas,
     )
     # fmt: on
     return Backward(

@@ -43,10 +43,10 @@ template <typename Element> __device__ __forceinline__ void store_tile(void* til
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(swizzled(base, 16 * warp + (lane & 15), 2 * pair + (lane >> 4))),
                  "r"(registers[4 * pair]), "r"(registers[4 * pair + 1]), "r"(registers[4 * pair + 2]), "r"(registers[4 * pair + 3]) : "memory");
 }
-// Two tiles, so many bytes apart: tiles[h][i, j] = fragment[i, 64 h + j]
-template <int kApart = 8192, typename Element> __device__ __forceinline__ void store_tiles(void* tiles, Element* fragment) {
+// Two tiles side by side: tiles[h][i, j] = fragment[i, 64 h + j]
+template <typename Element> __device__ __forceinline__ void store_tiles(void* tiles, Element* fragment) {
   store_tile(tiles, fragment);
-  store_tile(static_cast<char*>(tiles) + kApart, fragment + 32);
+  store_tile(static_cast<char*>(tiles) + 8192, fragment + 32);
 }
 // state[k, v] = fragment[v, k], 64 of v and 128 of k, with any strides. One running address: were each computed from its indices, the
 // compiler would keep many of them in registers throughout the loop over chunks, and spill others.
