@@ -41,6 +41,7 @@ from flashqla.ops.kernels.common import (
     CHUNK,
     CHUNK_DECAY,
     COL_LOG,
+    CUDA_TYPES,
     FORGOTTEN,
     HEAD_DIM,
     HOPPER,
@@ -63,11 +64,11 @@ from flashqla.ops.kernels.roles import (
     prediction_error,
     release,
     scale_columns,
-    score,
 )
 from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, PAIR, SEQUENCE, SLOT, find_segment
 
 HALVES = HEAD_DIM // TILE
+STATE_PUT = 1  # a named barrier, of each state warpgroup
 # Registers a thread of STATE, SCORE (reverse only) and the rest, by direction and number of state warpgroups: no more than the CTA starts with.
 REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 40), (True, 2): (192, 88, 40)}
 
@@ -121,13 +122,13 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 x.leaving[x.sequence, x.head, k, x.first_column + w * TILE + v] = S[v, k]
 
     @T.macro
-    def hand_out_state(S_in, i, x, w):
-        n = i if reverse else i // 2  # states before it
-        if T.Or(reverse, (x.chunks_before + i) & 1 == 0):
-            T.barrier_wait(x.s_free[0], (n & 1) ^ 1)
-            T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
-            T.fence_proxy_async()
+    def put_state(S_in, is_stored, x, w):
+        """The state as an operand in shared memory, where it is also stored from."""
+        T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0], "r"), S_in.data)
+        T.fence_proxy_async()
+        if is_stored:
             T.barrier_arrive(x.s_ready[0])
+        T.sync_threads(STATE_PUT + w, WARP_GROUP)
 
     @T.macro
     def hand_out_y(Y, i, x, w):
@@ -147,13 +148,16 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         for i in T.unroll(x.chunks, unroll_factor=1):
             s = i % QK_STAGES
             T.copy(S, S_in)
+            is_stored = (x.chunks_before + i) & 1 == 0
+            if T.And(i > 0, T.Not(is_stored)):  # the one before was
+                T.barrier_wait(x.s_free[0], ((i - 1) // 2) & 1)
+            put_state(S_in, is_stored, x, w)
             T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
-            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(x.s_smem[w, :, :], x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             load_v(V, i, x, w)
             T.wait_wgmma(0)
             prediction_error(W, V, X, i, x)
             T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
-            hand_out_state(S_in, i, x, w)
             decay_state(S, i, x)
             T.wait_wgmma(0)
             T.barrier_arrive(x.va_free[i % STAGES])
@@ -164,6 +168,10 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             T.wait_wgmma(0)
             release(x, x.qk_free, s)
 
+    def first_log(record_smem, s):
+        """The base-2 log of the decay of a chunk's first token."""
+        return (record_smem[s, KEY_LOG, 0] + record_smem[s, COL_LOG, 0]) * 0.5
+
     @T.macro
     def decay_gradient(dS, first, s, i, x):
         if first_apart:
@@ -173,74 +181,92 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
 
     @T.macro
     def state_reverse(x, w):
-        """P^T dO runs beside K dS where there are registers for both, and Q^T dO under the conversion of dY: off the path from state to state."""
+        """dO is an operand where it was loaded to, and Q comes scaled: P^T dO runs beside K dS, and Q^T dO under the conversion of dY."""
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
-        dO = T.alloc_fragment((TILE, CHUNK), dtype)
+        output_part = T.alloc_fragment((TILE, CHUNK), "float32")
         W = T.alloc_fragment((TILE, CHUNK), dtype)
+        Y = T.alloc_fragment((TILE, CHUNK), dtype)
         factor = T.alloc_fragment((CHUNK,), "float32")
         read_state(S, x, w)
         for i in T.unroll(x.chunks, unroll_factor=1):
             s = i % QK_STAGES
             p = i % STAGES
             T.copy(S, S_in)
+            if not summary:
+                T.barrier_wait(x.s_free[0], (i & 1) ^ 1)
+            put_state(S_in, not summary, x, w)
             T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
-            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
-            load_v(dO, i, x, w)
+            T.wgmma_gemm(x.s_smem[w, :, :], x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            T.barrier_wait(x.va_ready[p], (i // STAGES) & 1)
             T.barrier_wait(x.p_ready[p], (i // STAGES) & 1)
+            T.wgmma_gemm(x.v_smem[p, w, :, :], x.p_smem[p, :, :], output_part, transpose_A=True, clear_accum=True)
+            first = first_log(x.record_smem, s) if first_apart else 0.0
+            decay_gradient(S, first, s, i, x)
             T.copy(x.record_smem[s, KEY_DECAY, :], factor)
-            first: T.float32 = (x.record_smem[s, KEY_LOG, 0] + x.record_smem[s, COL_LOG, 0]) * 0.5 if first_apart else 0.0
-            if groups == 1:
-                output_part = T.alloc_fragment((TILE, CHUNK), "float32")
-                T.wgmma_gemm(dO, x.p_smem[p, :, :], output_part, clear_accum=True)
-                decay_gradient(S, first, s, i, x)
-                T.wait_wgmma(0)
-                for v, t in T.Parallel(TILE, CHUNK):
-                    W[v, t] = X[v, t] * factor[t] + output_part[v, t]
-            else:
-                T.wait_wgmma(0)
-                for v, t in T.Parallel(TILE, CHUNK):
-                    X[v, t] = X[v, t] * factor[t]
-                T.wgmma_gemm(dO, x.p_smem[p, :, :], X)
-                decay_gradient(S, first, s, i, x)
-                T.wait_wgmma(0)
-                T.copy(X, W)
+            T.wait_wgmma(0)
+            for v, t in T.Parallel(TILE, CHUNK):
+                W[v, t] = X[v, t] * factor[t] + output_part[v, t]
             release(x, x.p_free, p)
             T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
-            if first_apart:
-                T.copy(x.record_smem[s, ROW_LOG, :], factor)
-                for t in T.Parallel(CHUNK):
-                    factor[t] = T.exp2(factor[t] - first) * x.scale
-                for v, t in T.Parallel(TILE, CHUNK):
-                    dO[v, t] = dO[v, t] * factor[t]
-            else:
-                scale_columns(dO, dO, OUT_SCALE, i, x)
-            T.wgmma_gemm(dO, x.q_smem[s, :, :], S)
-            if not summary:
-                hand_out_state(S_in, i, x, w)
-            T.wait_wgmma(1)  # dY; Q^T dO goes on
-            T.barrier_arrive(x.va_free[p])
+            T.wgmma_gemm(x.v_smem[p, w, :, :], x.q_smem[s, :, :], S, transpose_A=True)
             if first_apart:
                 T.copy(x.record_smem[s, KEY_LOG, :], factor)
                 for t in T.Parallel(CHUNK):
                     factor[t] = T.exp2(factor[t] - first) * x.record_smem[s, BETA, t]
             else:
                 T.copy(x.record_smem[s, BETA_DECAY, :], factor)
+            T.wait_wgmma(1)  # dY; Q^T dO goes on
             for v, t in T.Parallel(TILE, CHUNK):
                 W[v, t] = -X[v, t] * factor[t]
             T.wgmma_gemm(W, x.k_smem[s, :, :], S)
             if not summary:
                 T.copy(x.record_smem[s, BETA, :], factor)
-                T.wait_wgmma(1)  # Q^T dO; the update goes on
                 for v, t in T.Parallel(TILE, CHUNK):
-                    dO[v, t] = X[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
-                hand_out_y(dO, i, x, w)
+                    Y[v, t] = X[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
+                hand_out_y(Y, i, x, w)
+            T.wait_wgmma(1)  # Q^T dO; the update goes on
+            T.barrier_arrive(x.va_free[p])
             T.wait_wgmma(0)
             release(x, x.qk_free, s)
             if first_apart:
                 T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first))
         write_state(S, x, w)
+
+    @T.macro
+    def score(x):
+        """P = scale * lower(Q K^T) * R of every chunk; and Q, in place, times scale decay."""
+        P = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
+        row = T.alloc_fragment((CHUNK,), "float32")
+        col = T.alloc_fragment((CHUNK,), "float32")
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            s = i % QK_STAGES
+            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
+            T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
+            T.copy(x.record_smem[s, ROW_LOG, :], row)
+            T.copy(x.record_smem[s, COL_LOG, :], col)
+            T.wait_wgmma(0)
+            # Above the diagonal the exponential may overflow: a choice, not a product with 0.
+            for t, u in T.Parallel(CHUNK, CHUNK):
+                P[t, u] = T.if_then_else(u <= t, P[t, u] * (T.exp2(row[t] - col[u]) * x.scale), 0.0)
+            T.barrier_wait(x.p_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
+            T.copy(P, P_out)
+            T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % STAGES, 0, 0]), P_out.data)
+            if first_apart:
+                T.call_extern(
+                    "handle", f"flashqla::scale_rows<{CUDA_TYPES[dtype]}, true>", T.access_ptr(x.q_smem[s, 0, 0], "r"), T.access_ptr(x.record_smem[s, ROW_LOG, 0], "r"),
+                    first_log(x.record_smem, s), x.scale,
+                )
+            else:
+                T.call_extern(
+                    "handle", f"flashqla::scale_rows<{CUDA_TYPES[dtype]}, false>", T.access_ptr(x.q_smem[s, 0, 0], "r"), T.access_ptr(x.record_smem[s, OUT_SCALE, 0], "r"),
+                    T.float32(0), T.float32(1),
+                )
+            T.fence_proxy_async()
+            release(x, x.qk_free, s)
+            T.barrier_arrive(x.p_ready[i % STAGES])
 
     @T.macro
     def load_tiles(chunk, s, p, x, ready, qk_stage, va_stage):
@@ -291,8 +317,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 T.barrier_wait(x.s_ready[0], n & 1)
                 for w in T.unroll(groups):
                     row = x.first_column + w * TILE
-                    for half in T.unroll(HALVES):
-                        T.tma_copy(x.s_smem[w, half, :, :], states[slot, x.head, row:row + TILE, half * TILE:half * TILE + TILE])
+                    T.tma_copy(x.s_smem[w, :, :], states[slot, x.head, row:row + TILE, :])
                 T.tma_store_wait(0, read=True)
                 T.barrier_arrive(x.s_free[0])
             T.barrier_wait(x.y_ready[0], i & 1)
@@ -338,9 +363,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             record_smem = T.alloc_shared((QK_STAGES, BACKWARD_RECORD, CHUNK), "float32")
             v_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
             a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
-            s_smem = T.alloc_shared((groups, HALVES, TILE, TILE), dtype)
+            s_smem = T.alloc_shared((groups, TILE, HEAD_DIM), dtype)
             y_smem = T.alloc_shared((groups, CHUNK, TILE), dtype)
-            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_smem, s_smem, y_smem)})
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_smem, y_smem)})
             T.annotate_min_blocks_per_sm(ctas_per_sm)
             if reverse:
                 q_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
@@ -413,7 +438,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             elif tx < SCORE_END:
                 if reverse:
                     T.dec_max_nreg(score_registers)
-                    score(x, scale, dtype)
+                    score(x)
             else:
                 T.dec_max_nreg(service_registers)
                 if tx < LOAD_END:
