@@ -68,7 +68,6 @@ from flashqla.ops.kernels.roles import (
 from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, PAIR, SEQUENCE, SLOT, find_segment
 
 HALVES = HEAD_DIM // TILE
-STATE_PUT = 1  # a named barrier, of each state warpgroup
 # Registers a thread of STATE, SCORE (reverse only) and the rest, by direction and number of state warpgroups: no more than the CTA starts with.
 REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 40), (True, 2): (192, 88, 40)}
 
@@ -122,17 +121,15 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 x.leaving[x.sequence, x.head, k, x.first_column + w * TILE + v] = S[v, k]
 
     @T.macro
-    def put_state(S_in, is_stored, x, w):
-        """The state as an operand in shared memory, where it is also stored from."""
-        T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0], "r"), S_in.data)
-        T.fence_proxy_async()
-        if is_stored:
+    def hand_out_state(S_in, i, x, w):
+        T.barrier_wait(x.out_free[0], (i & 1) ^ 1)  # for y of this chunk as well
+        if T.Or(reverse, (x.chunks_before + i) & 1 == 0):
+            T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
+            T.fence_proxy_async()
             T.barrier_arrive(x.s_ready[0])
-        T.sync_threads(STATE_PUT + w, WARP_GROUP)
 
     @T.macro
     def hand_out_y(Y, i, x, w):
-        T.barrier_wait(x.y_free[0], (i & 1) ^ 1)
         T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.y_smem[w, 0, 0]), Y.data)
         T.fence_proxy_async()
         T.barrier_arrive(x.y_ready[0])
@@ -148,16 +145,13 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         for i in T.unroll(x.chunks, unroll_factor=1):
             s = i % QK_STAGES
             T.copy(S, S_in)
-            is_stored = (x.chunks_before + i) & 1 == 0
-            if T.And(i > 0, T.Not(is_stored)):  # the one before was
-                T.barrier_wait(x.s_free[0], ((i - 1) // 2) & 1)
-            put_state(S_in, is_stored, x, w)
             T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
-            T.wgmma_gemm(x.s_smem[w, :, :], x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             load_v(V, i, x, w)
             T.wait_wgmma(0)
             prediction_error(W, V, X, i, x)
             T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
+            hand_out_state(S_in, i, x, w)
             decay_state(S, i, x)
             T.wait_wgmma(0)
             T.barrier_arrive(x.va_free[i % STAGES])
@@ -181,53 +175,63 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
 
     @T.macro
     def state_reverse(x, w):
-        """dO is an operand where it was loaded to, and Q comes scaled: P^T dO runs beside K dS, and Q^T dO under the conversion of dY."""
+        """P^T dO runs beside K dS where there are registers for both, and Q^T dO under the conversion of dY: off the path from state to state.
+
+        Q comes scaled.
+        """
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
-        output_part = T.alloc_fragment((TILE, CHUNK), "float32")
+        dO = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
-        Y = T.alloc_fragment((TILE, CHUNK), dtype)
         factor = T.alloc_fragment((CHUNK,), "float32")
         read_state(S, x, w)
         for i in T.unroll(x.chunks, unroll_factor=1):
             s = i % QK_STAGES
             p = i % STAGES
             T.copy(S, S_in)
-            if not summary:
-                T.barrier_wait(x.s_free[0], (i & 1) ^ 1)
-            put_state(S_in, not summary, x, w)
-            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
-            T.wgmma_gemm(x.s_smem[w, :, :], x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
-            T.barrier_wait(x.va_ready[p], (i // STAGES) & 1)
-            T.barrier_wait(x.p_ready[p], (i // STAGES) & 1)
-            T.wgmma_gemm(x.v_smem[p, w, :, :], x.p_smem[p, :, :], output_part, transpose_A=True, clear_accum=True)
-            first = first_log(x.record_smem, s) if first_apart else 0.0
-            decay_gradient(S, first, s, i, x)
+            T.barrier_wait(x.p_ready[p], (i // STAGES) & 1)  # and with it all that SCORE has waited for
+            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            T.call_extern("handle", "flashqla::load_transposed", dO.data, T.access_ptr(x.v_smem[p, w, 0, 0], "r"))
             T.copy(x.record_smem[s, KEY_DECAY, :], factor)
-            T.wait_wgmma(0)
-            for v, t in T.Parallel(TILE, CHUNK):
-                W[v, t] = X[v, t] * factor[t] + output_part[v, t]
+            first = first_log(x.record_smem, s) if first_apart else 0.0
+            if groups == 1:
+                output_part = T.alloc_fragment((TILE, CHUNK), "float32")
+                T.wgmma_gemm(dO, x.p_smem[p, :, :], output_part, clear_accum=True)
+                decay_gradient(S, first, s, i, x)
+                T.wait_wgmma(0)
+                for v, t in T.Parallel(TILE, CHUNK):
+                    W[v, t] = X[v, t] * factor[t] + output_part[v, t]
+            else:
+                T.wait_wgmma(0)
+                for v, t in T.Parallel(TILE, CHUNK):
+                    X[v, t] = X[v, t] * factor[t]
+                T.wgmma_gemm(dO, x.p_smem[p, :, :], X)
+                decay_gradient(S, first, s, i, x)
+                T.wait_wgmma(0)
+                T.copy(X, W)
             release(x, x.p_free, p)
             T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
-            T.wgmma_gemm(x.v_smem[p, w, :, :], x.q_smem[s, :, :], S, transpose_A=True)
+            T.wgmma_gemm(dO, x.q_smem[s, :, :], S)
+            if not summary:
+                hand_out_state(S_in, i, x, w)
+            T.wait_wgmma(1)  # dY; Q^T dO goes on
+            T.barrier_arrive(x.va_free[p])
             if first_apart:
                 T.copy(x.record_smem[s, KEY_LOG, :], factor)
                 for t in T.Parallel(CHUNK):
                     factor[t] = T.exp2(factor[t] - first) * x.record_smem[s, BETA, t]
             else:
                 T.copy(x.record_smem[s, BETA_DECAY, :], factor)
-            T.wait_wgmma(1)  # dY; Q^T dO goes on
             for v, t in T.Parallel(TILE, CHUNK):
                 W[v, t] = -X[v, t] * factor[t]
             T.wgmma_gemm(W, x.k_smem[s, :, :], S)
             if not summary:
                 T.copy(x.record_smem[s, BETA, :], factor)
+                T.wait_wgmma(1)  # Q^T dO; the update goes on
                 for v, t in T.Parallel(TILE, CHUNK):
-                    Y[v, t] = X[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
-                hand_out_y(Y, i, x, w)
-            T.wait_wgmma(1)  # Q^T dO; the update goes on
-            T.barrier_arrive(x.va_free[p])
+                    dO[v, t] = X[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
+                hand_out_y(dO, i, x, w)
             T.wait_wgmma(0)
             release(x, x.qk_free, s)
             if first_apart:
@@ -266,6 +270,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 )
             T.fence_proxy_async()
             release(x, x.qk_free, s)
+            T.barrier_wait(x.va_ready[i % STAGES], (i // STAGES) & 1)
             T.barrier_arrive(x.p_ready[i % STAGES])
 
     @T.macro
@@ -317,22 +322,21 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 T.barrier_wait(x.s_ready[0], n & 1)
                 for w in T.unroll(groups):
                     row = x.first_column + w * TILE
-                    T.tma_copy(x.s_smem[w, :, :], states[slot, x.head, row:row + TILE, :])
-                T.tma_store_wait(0, read=True)
-                T.barrier_arrive(x.s_free[0])
+                    for half in T.unroll(HALVES):
+                        T.tma_copy(x.s_smem[w, half, :, :], states[slot, x.head, row:row + TILE, half * TILE:half * TILE + TILE])
             T.barrier_wait(x.y_ready[0], i & 1)
             if chunk * CHUNK + CHUNK <= x.length:
                 for w in T.unroll(groups):
                     column = x.first_column + w * TILE
                     T.tma_copy(x.y_smem[w, :, :], y[first:first + CHUNK, x.head, column:column + TILE])
-                T.tma_store_wait(0, read=True)
             else:
                 for w in T.unroll(groups):
                     for b in T.unroll(CHUNK // 4, unroll_factor=1):
                         for t, v in T.Parallel(4, TILE):
                             if chunk * CHUNK + b * 4 + t < x.length:
                                 y[first + b * 4 + t, x.head, x.first_column + w * TILE + v] = x.y_smem[w, b * 4 + t, v]
-            T.barrier_arrive(x.y_free[0])
+            T.tma_store_wait(0, read=True)
+            T.barrier_arrive(x.out_free[0])
         T.tma_store_wait(0, read=False)
 
     @T.prim_func
@@ -363,9 +367,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             record_smem = T.alloc_shared((QK_STAGES, BACKWARD_RECORD, CHUNK), "float32")
             v_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
             a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
-            s_smem = T.alloc_shared((groups, TILE, HEAD_DIM), dtype)
+            s_smem = T.alloc_shared((groups, HALVES, TILE, TILE), dtype)
             y_smem = T.alloc_shared((groups, CHUNK, TILE), dtype)
-            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_smem, y_smem)})
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_smem, s_smem, y_smem)})
             T.annotate_min_blocks_per_sm(ctas_per_sm)
             if reverse:
                 q_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
@@ -380,9 +384,8 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
             va_free = T.alloc_barrier([STATE_END] * STAGES)  # STATE -> LOAD
             s_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
-            s_free = T.alloc_barrier([WARP])  # STORE -> STATE
             y_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
-            y_free = T.alloc_barrier([WARP])  # STORE -> STATE
+            out_free = T.alloc_barrier([WARP])  # STORE -> STATE
             tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
 
             tx = T.get_thread_binding()
@@ -417,7 +420,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 q=q, k=k, v=v, A=A, records=records, entering=entering, leaving=leaving, starts=starts,
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
                 qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
-                s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
+                s_ready=s_ready, y_ready=y_ready, out_free=out_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, row=by if summary else (by + 1) * parts if reverse else by * parts - 1, head=head, k_head=k_head,
                 first_column=(bx % slices) * v_tile, slot=slot + before, pair=found[PAIR], chunks_before=index * segment_chunks, bos=first + before * CHUNK,
                 length=length - before * CHUNK, chunks=chunks, is_first=index == 0, is_inner=is_inner,
