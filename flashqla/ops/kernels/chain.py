@@ -41,7 +41,6 @@ from flashqla.ops.kernels.common import (
     CHUNK,
     CHUNK_DECAY,
     COL_LOG,
-    CUDA_TYPES,
     FORGOTTEN,
     HEAD_DIM,
     HOPPER,
@@ -64,6 +63,7 @@ from flashqla.ops.kernels.roles import (
     prediction_error,
     release,
     scale_columns,
+    score,
 )
 from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, PAIR, SEQUENCE, SLOT, find_segment
 
@@ -122,14 +122,16 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
 
     @T.macro
     def hand_out_state(S_in, i, x, w):
-        T.barrier_wait(x.out_free[0], (i & 1) ^ 1)  # for y of this chunk as well
+        n = i if reverse else i // 2  # states before it
         if T.Or(reverse, (x.chunks_before + i) & 1 == 0):
+            T.barrier_wait(x.s_free[0], (n & 1) ^ 1)
             T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
             T.fence_proxy_async()
             T.barrier_arrive(x.s_ready[0])
 
     @T.macro
     def hand_out_y(Y, i, x, w):
+        T.barrier_wait(x.y_free[0], (i & 1) ^ 1)
         T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.y_smem[w, 0, 0]), Y.data)
         T.fence_proxy_async()
         T.barrier_arrive(x.y_ready[0])
@@ -162,10 +164,6 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             T.wait_wgmma(0)
             release(x, x.qk_free, s)
 
-    def first_log(record_smem, s):
-        """The base-2 log of the decay of a chunk's first token."""
-        return (record_smem[s, KEY_LOG, 0] + record_smem[s, COL_LOG, 0]) * 0.5
-
     @T.macro
     def decay_gradient(dS, first, s, i, x):
         if first_apart:
@@ -175,10 +173,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
 
     @T.macro
     def state_reverse(x, w):
-        """P^T dO runs beside K dS where there are registers for both, and Q^T dO under the conversion of dY: off the path from state to state.
-
-        Q comes scaled.
-        """
+        """P^T dO runs beside K dS where there are registers for both, and Q^T dO under the conversion of dY: off the path from state to state."""
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
@@ -190,11 +185,12 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             s = i % QK_STAGES
             p = i % STAGES
             T.copy(S, S_in)
-            T.barrier_wait(x.p_ready[p], (i // STAGES) & 1)  # and with it all that SCORE has waited for
+            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
-            T.call_extern("handle", "flashqla::load_transposed", dO.data, T.access_ptr(x.v_smem[p, w, 0, 0], "r"))
+            load_v(dO, i, x, w)
+            T.barrier_wait(x.p_ready[p], (i // STAGES) & 1)
             T.copy(x.record_smem[s, KEY_DECAY, :], factor)
-            first = first_log(x.record_smem, s) if first_apart else 0.0
+            first: T.float32 = (x.record_smem[s, KEY_LOG, 0] + x.record_smem[s, COL_LOG, 0]) * 0.5 if first_apart else 0.0
             if groups == 1:
                 output_part = T.alloc_fragment((TILE, CHUNK), "float32")
                 T.wgmma_gemm(dO, x.p_smem[p, :, :], output_part, clear_accum=True)
@@ -212,6 +208,14 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 T.copy(X, W)
             release(x, x.p_free, p)
             T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
+            if first_apart:
+                T.copy(x.record_smem[s, ROW_LOG, :], factor)
+                for t in T.Parallel(CHUNK):
+                    factor[t] = T.exp2(factor[t] - first) * x.scale
+                for v, t in T.Parallel(TILE, CHUNK):
+                    dO[v, t] = dO[v, t] * factor[t]
+            else:
+                scale_columns(dO, dO, OUT_SCALE, i, x)
             T.wgmma_gemm(dO, x.q_smem[s, :, :], S)
             if not summary:
                 hand_out_state(S_in, i, x, w)
@@ -237,41 +241,6 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             if first_apart:
                 T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first))
         write_state(S, x, w)
-
-    @T.macro
-    def score(x):
-        """P = scale * lower(Q K^T) * R of every chunk; and Q, in place, times scale decay."""
-        P = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
-        row = T.alloc_fragment((CHUNK,), "float32")
-        col = T.alloc_fragment((CHUNK,), "float32")
-        for i in T.unroll(x.chunks, unroll_factor=1):
-            s = i % QK_STAGES
-            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
-            T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
-            T.copy(x.record_smem[s, ROW_LOG, :], row)
-            T.copy(x.record_smem[s, COL_LOG, :], col)
-            T.wait_wgmma(0)
-            # Above the diagonal the exponential may overflow: a choice, not a product with 0.
-            for t, u in T.Parallel(CHUNK, CHUNK):
-                P[t, u] = T.if_then_else(u <= t, P[t, u] * (T.exp2(row[t] - col[u]) * x.scale), 0.0)
-            T.barrier_wait(x.p_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
-            T.copy(P, P_out)
-            T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % STAGES, 0, 0]), P_out.data)
-            if first_apart:
-                T.call_extern(
-                    "handle", f"flashqla::scale_rows<{CUDA_TYPES[dtype]}, true>", T.access_ptr(x.q_smem[s, 0, 0], "r"), T.access_ptr(x.record_smem[s, ROW_LOG, 0], "r"),
-                    first_log(x.record_smem, s), x.scale,
-                )
-            else:
-                T.call_extern(
-                    "handle", f"flashqla::scale_rows<{CUDA_TYPES[dtype]}, false>", T.access_ptr(x.q_smem[s, 0, 0], "r"), T.access_ptr(x.record_smem[s, OUT_SCALE, 0], "r"),
-                    T.float32(0), T.float32(1),
-                )
-            T.fence_proxy_async()
-            release(x, x.qk_free, s)
-            T.barrier_wait(x.va_ready[i % STAGES], (i // STAGES) & 1)
-            T.barrier_arrive(x.p_ready[i % STAGES])
 
     @T.macro
     def load_tiles(chunk, s, p, x, ready, qk_stage, va_stage):
@@ -324,19 +293,21 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                     row = x.first_column + w * TILE
                     for half in T.unroll(HALVES):
                         T.tma_copy(x.s_smem[w, half, :, :], states[slot, x.head, row:row + TILE, half * TILE:half * TILE + TILE])
+                T.tma_store_wait(0, read=True)
+                T.barrier_arrive(x.s_free[0])
             T.barrier_wait(x.y_ready[0], i & 1)
             if chunk * CHUNK + CHUNK <= x.length:
                 for w in T.unroll(groups):
                     column = x.first_column + w * TILE
                     T.tma_copy(x.y_smem[w, :, :], y[first:first + CHUNK, x.head, column:column + TILE])
+                T.tma_store_wait(0, read=True)
             else:
                 for w in T.unroll(groups):
                     for b in T.unroll(CHUNK // 4, unroll_factor=1):
                         for t, v in T.Parallel(4, TILE):
                             if chunk * CHUNK + b * 4 + t < x.length:
                                 y[first + b * 4 + t, x.head, x.first_column + w * TILE + v] = x.y_smem[w, b * 4 + t, v]
-            T.tma_store_wait(0, read=True)
-            T.barrier_arrive(x.out_free[0])
+            T.barrier_arrive(x.y_free[0])
         T.tma_store_wait(0, read=False)
 
     @T.prim_func
@@ -384,8 +355,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
             va_free = T.alloc_barrier([STATE_END] * STAGES)  # STATE -> LOAD
             s_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
+            s_free = T.alloc_barrier([WARP])  # STORE -> STATE
             y_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
-            out_free = T.alloc_barrier([WARP])  # STORE -> STATE
+            y_free = T.alloc_barrier([WARP])  # STORE -> STATE
             tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
 
             tx = T.get_thread_binding()
@@ -420,7 +392,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 q=q, k=k, v=v, A=A, records=records, entering=entering, leaving=leaving, starts=starts,
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
                 qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
-                s_ready=s_ready, y_ready=y_ready, out_free=out_free, tail_ready=tail_ready,
+                s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, row=by if summary else (by + 1) * parts if reverse else by * parts - 1, head=head, k_head=k_head,
                 first_column=(bx % slices) * v_tile, slot=slot + before, pair=found[PAIR], chunks_before=index * segment_chunks, bos=first + before * CHUNK,
                 length=length - before * CHUNK, chunks=chunks, is_first=index == 0, is_inner=is_inner,
@@ -441,7 +413,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             elif tx < SCORE_END:
                 if reverse:
                     T.dec_max_nreg(score_registers)
-                    score(x)
+                    score(x, scale, dtype)
             else:
                 T.dec_max_nreg(service_registers)
                 if tx < LOAD_END:

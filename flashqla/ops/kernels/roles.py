@@ -6,7 +6,7 @@ shared memory, barriers, thread index, sizes.
 
 import tilelang.language as T
 
-from flashqla.ops.kernels.common import BETA, BETA_DECAY, CHUNK, CHUNK_DECAY, HEAD_DIM, TILE, WARP
+from flashqla.ops.kernels.common import BETA, BETA_DECAY, CHUNK, CHUNK_DECAY, COL_LOG, HEAD_DIM, ROW_LOG, TILE, WARP
 
 QK_STAGES = 3  # of q, k and record: with two, loads are late; four do not fit
 STAGES = 2  # of all other rings
@@ -51,3 +51,28 @@ def load_v(V, i, x, w):
     """V^T of 64 columns into registers, when it is there."""
     T.barrier_wait(x.va_ready[i % STAGES], (i // STAGES) & 1)
     T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[i % STAGES, w, 0, 0], "r"))
+
+
+@T.macro
+def score(x, scale, dtype):
+    """The role SCORE: P = scale * lower(Q K^T) * R of every chunk."""
+    P = T.alloc_fragment((CHUNK, CHUNK), "float32")
+    P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
+    row = T.alloc_fragment((CHUNK,), "float32")
+    col = T.alloc_fragment((CHUNK,), "float32")
+    for i in T.unroll(x.chunks, unroll_factor=1):
+        s = i % QK_STAGES
+        T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
+        T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
+        T.copy(x.record_smem[s, ROW_LOG, :], row)
+        T.copy(x.record_smem[s, COL_LOG, :], col)
+        T.wait_wgmma(0)
+        release(x, x.qk_free, s)
+        # Above the diagonal the exponential may overflow: a choice, not a product with 0.
+        for t, u in T.Parallel(CHUNK, CHUNK):
+            P[t, u] = T.if_then_else(u <= t, P[t, u] * (T.exp2(row[t] - col[u]) * scale), 0.0)
+        T.barrier_wait(x.p_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
+        T.copy(P, P_out)
+        T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % STAGES, 0, 0]), P_out.data)
+        T.fence_proxy_async()
+        T.barrier_arrive(x.p_ready[i % STAGES])

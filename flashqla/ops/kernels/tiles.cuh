@@ -61,23 +61,6 @@ template <typename Element> __device__ __forceinline__ void store_state(Element*
 #pragma unroll
       for (int c = 0; c < 2; ++c) at[c * k_stride + 8 * r * v_stride] = fragment[4 * j + 2 * r + c];
 }
-// Rows of two tiles, one behind the other, in place: times factors[row], or 2^(factors[row] - first) * scale. By a warpgroup.
-template <typename Element, bool kLogs> __device__ __forceinline__ void scale_rows(void* tiles, const float* factors, float first, float scale) {
-  uint4* own = static_cast<uint4*>(tiles) + (threadIdx.x & 127);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float factor = factors[16 * i + ((threadIdx.x & 127) >> 3)];
-    if (kLogs) factor = exp2f(factor - first) * scale;
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      uint4 words = own[512 * tile + 128 * i];
-      Element* values = reinterpret_cast<Element*>(&words);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) values[e] = Element(float(values[e]) * factor);
-      own[512 * tile + 128 * i] = words;
-    }
-  }
-}
 // Zeroes rows first..63 of a tile of 64 rows of 128 bytes, by one warp. Swizzling permutes within rows only.
 __device__ __forceinline__ void zero_rows(void* tile, int first) {
   char* bytes = static_cast<char*>(tile);
