@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import files
 from logging.handlers import BufferingHandler
+from operator import eq
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -140,14 +141,15 @@ def test_forward(arguments: tuple[int, str, str, bool]) -> None:
 @pytest.mark.parametrize("arguments", INVERSE.values(), ids=INVERSE)
 def test_inverse(arguments: tuple[str | bool, ...]) -> None:
     built = build("inverse", *arguments)
-    assert_nothing_was_given_up(built)
-    assert_fits(built, 1)
-    assert_inverse_instructions(built, l2norm=bool(arguments[3]))
-    assert_inverse_stores_and_publishes(built)
+    l2norm = bool(arguments[3])
     kernel = import_module("flashqla.ops.kernels.inverse")
-    # An item is looked up before anybody asks for it, and stays until all have; with a head a group, jobs are turns.
-    assert max(2 * kernel.WARPS, kernel.KEYS) + kernel.PRODUCTS <= kernel.BATCH
-    assert 2 * kernel.BATCH + kernel.WARPS + kernel.PRODUCTS <= kernel.RING
+    inverting = kernel.WARPS * WARP // WARP_GROUP  # warpgroups, of the same code
+    registers = [kernel.INVERT_REGISTERS] * inverting + [kernel.SERVICE_REGISTERS, kernel.PRODUCT_REGISTERS]
+    assert_nothing_was_given_up(built)
+    assert_fits(built, 1, registers, alike=inverting - 1)
+    assert_inverse_instructions(built)
+    assert_inverse_counts_arrivals(built, l2norm)
+    assert_inverse_roles(built, l2norm)
 
 
 @pytest.mark.parametrize("arguments", SUMMARY.values(), ids=SUMMARY)
@@ -268,7 +270,7 @@ def test_gradients(arguments: tuple[str, bool]) -> None:
     stored = r"query_scores<[^;]*z_smem.*key_scores<[^;]*x_smem"
     assert re.search(stored + fence + r"zx_ready[^;]*arrive\(\);", score)
     assert load.count("zero_rows(") == 3 * 2 + 2 * 2
-    assert [load.count(name) for name in ("prefetch_block(", "prefetch_rows(")] == [2, 2]  # S and dS; q and k
+    assert [load.count(name) for name in ("prefetch_block(", "prefetch_rows<2>(")] == [2, 2]  # S and dS; q and k
     # Whoever waits for tokens may look at what they are of.
     assert re.search(in_order("put_work(", "tokens_ready[", "arrive();"), load)
     assert [finish.count(name) for name in ("gate_gradients<", "zero_tail<")] == [1, 1]
@@ -278,8 +280,10 @@ def test_gradients(arguments: tuple[str, bool]) -> None:
 def test_records(beta_dtype: str) -> None:
     built = build("records", beta_dtype)
     assert_nothing_was_given_up(built)
-    assert_fits(built, 16)
+    assert_fits(built, 10)  # of eight heads each
     assert built.source.count("record_of_sums<") == 1
+    assert built.opcodes["LDG"] == 2 * 4 + 3  # sums and betas of a lane; the search for its sequence, whose offsets
+    assert built.opcodes["STG"] == 9  # the rows of a record, four floats a lane
 
 
 def assert_nothing_was_given_up(built: Built) -> None:
@@ -311,15 +315,22 @@ def assert_forward_instructions(built: Built, groups: int) -> None:
     assert found["HGMMA"] == groups * (2 * 8 + 3 * 4) + 8 + (8 if groups == 1 else 4)
     assert found["LDSM"] == 8  # v, in two places
     assert found["STSM"] == 4 * (groups + 1)  # o and P
-    assert found["UTMALDG"] == 2 * (2 + 2 + 1 + groups + 1)  # q, k, record, v, A, of whole chunks and of the last
+    tokens, made = 2 + 2 + groups, 1 + 1  # q, k, v; record, A
+    assert found["UTMALDG"] == 3 * (tokens + made)  # of the first chunks, of others that are whole, and of the last
     assert found["UTMASTG"] == groups  # o
     assert found["BAR"] == built.source.count("__syncthreads()") == 1
 
 
 def assert_forward_stores_and_publishes(built: Built, groups: int, output_h: bool) -> None:
-    ends, (*states, score, load, store) = split_roles(built)
+    ends, (early, *states, score, load, store) = split_roles(built)
     score_end = (groups + 1) * WARP_GROUP
-    assert ends == [*range(WARP_GROUP, score_end + 1, WARP_GROUP), score_end + WARP, score_end + 2 * WARP]
+    load_end, store_end = score_end + WARP, score_end + 2 * WARP
+    assert ends == [load_end, *range(WARP_GROUP, score_end + 1, WARP_GROUP), load_end, store_end]
+    # Before the kernels in front have ended, LOAD asks for what these do not write, and nobody for anything else.
+    wait = "cudaGridDependencySynchronize();"
+    assert built.source.count(wait) == 1
+    assert re.findall(r"tma_load\((\w+)_desc", early[: early.index(wait)]) == ["k", "q", "v"]
+    assert "tma_load(" not in early[early.index(wait) :]
 
     # A fence stands between what threads write and a tensor copy or a product that reads it.
     fence = r"[^;]*; tl::fence_proxy_async\(\); "
@@ -340,45 +351,183 @@ def assert_forward_stores_and_publishes(built: Built, groups: int, output_h: boo
     assert re.search(whole + ".*else.*" + last, store)
 
 
-def assert_inverse_instructions(built: Built, l2norm: bool) -> None:
+def assert_inverse_instructions(built: Built) -> None:
     found = built.opcodes
     assert found["HGMMA"] == 8  # K K^T in steps of 16
     # Products of 16x16 blocks take 4: block (i, c) has i - c of them, and one with a block on the diagonal, of which a
     # quarter is 0. Such a block itself takes 2.
     below = [(i, c) for i in range(4) for c in range(i)]
     assert found["HMMA"] == sum(4 * (i - c) + 3 for i, c in below) + 4 * 2
-    assert found["STSM"] == 16  # blocks of A
-    assert found["UTMALDG"] == 2 * 2  # halves of k, of the first turns and of later ones
+    # Blocks of A. Those above the diagonal are zeros from the start, but for the one where diagonals stood.
+    assert found["STSM"] == len(below) + 4 + 1
+    assert found["UTMALDG"] == 2  # halves of k
     assert found["UTMASTG"] == 1  # A
-    assert built.source.count("prefetch_rows<") == 2 * l2norm  # queries of those turns
-    assert built.source.count("look_up(") == 2  # of the first turns, before the roles, and of later ones
-    assert built.source.count("__syncthreads()") == 2  # barriers, the first items
+    assert found["BAR"] == 2
+    assert built.source.count("__syncthreads()") == 1  # barriers are there
     assert built.source.count("__sync_thread_partial(8, 128)") == 1  # rows are zeroed
-
-
-def assert_inverse_stores_and_publishes(built: Built) -> None:
-    guard = r"[ }]*(?: if \([^;{]*\) \{)* "  # TileLang repeats a condition around each statement under it
-    fence = rf"[^;]*;{guard}tl::fence_proxy_async\(\);{guard}"
-    sync = r"tl::__sync_thread_partial\(8, 128\);"
-    assert re.search(r"zero_rows\([^;]*k_smem" + fence + sync, built.source)
-    # A product is stored when it is free to be, and its keys are replaced when all have read them.
-    stored = in_order("product_free[", "wait(", "tl::wait_wgmma<0>();")
-    stored += r" tl::fence_proxy_async\(\); keys_free[^;]*arrive\(\); flashqla::store_product\([^;]*;"
-    stored += r" product_ready\[\(turn\w* % 12\)\]\.arrive\(\);"
-    loaded = in_order("", "threadIdx.x) < 32) {", "keys_free[", "wait(", "tma_load(")
-    loaded += r"[^;]*;.* keys_ready[^;]*arrive\(\);"
-    assert re.search(loaded + ".*" + stored + loaded, built.source)
-    # Items of the first turns are there before the roles; of later ones, before the job that finds them is done.
-    first = in_order("__syncthreads();", "look_up(0,", "__syncthreads();", "threadIdx.x) < 128) {")
-    assert re.search(first + in_order("", "look_up(", "product_free[", "arrive();"), built.source)
-    free = in_order("product_ready[", "wait(", "tl::tma_store_wait<0, true>();", "__syncwarp();")
-    inverse = rf"gated_inverse<\w+>\([^;]*;{guard}product_free[^;]*arrive\(\);"
-    inverse += rf"{guard}tl::fence_proxy_async\(\);{guard}__syncwarp\(\);"
-    zeroed = in_order("(&(o[", "(&(A[", "cumulative[")
-    sent = in_order("send_tile(", "else", "store_rows<", "") + zeroed + in_order("", "tl::tma_store_wait<0, false>();")
-    assert re.search(".*".join((free, inverse, sent)), built.source)
     (tiles,) = re.findall(r"a_smem = [^;]*buf_dyn_shmem \+ (\d+)\)", built.source)
     assert int(tiles) % 1024 == 0  # or they are swizzled in another way than a copy reads them
+
+
+def assert_inverse_counts_arrivals(built: Built, l2norm: bool) -> None:
+    """As many arrivals as there are threads of the role, of half a warp for a job of FACTORS."""
+    kernel = import_module("flashqla.ops.kernels.inverse")
+    counts = Counter(re.findall(r"(\w+)\[\d+\]\.init\(([^;]*)\);", built.source))
+    assert counts == {
+        ("keys_ready", "32"): kernel.KEYS,
+        ("keys_free", "128"): kernel.KEYS,
+        ("product_ready", "128"): kernel.WARPS,
+        ("product_free", f"(group * {32 + 16 * l2norm})"): kernel.PRODUCTS,
+        ("job_ready", "16"): kernel.JOBS,
+        ("job_free", "32"): kernel.JOBS,
+    }
+
+
+def assert_inverse_roles(built: Built, l2norm: bool) -> None:
+    """All that each role does, in order: a stage is written when it is free and read when it is ready, and a fence
+    stands between threads and a tensor copy or a product that use the same shared memory."""
+    kernel = import_module("flashqla.ops.kernels.inverse")
+    keys, products, jobs, warps = kernel.KEYS, kernel.PRODUCTS, kernel.JOBS, kernel.WARPS
+    ends, _ = split_roles(built)
+    fetch, zero_rows = [WARP, 2 * WARP, 3 * WARP], 2 * WARP
+    assert ends == [kernel.LOAD_BEGIN, *fetch, zero_rows, kernel.INVERT_BEGIN, kernel.FACTORS_BEGIN]
+    _, product, service, invert = re.split(r"warpgroup_reg_(?:de)?alloc<\d+>\(\);", built.source)
+    load, factors = service.split("} else {", 1)
+    roles = f"""\
+guess
+if threadIdx.x < 32:
+  prefetch_rows<2>
+else:
+  if threadIdx.x < 64:
+    prefetch_rows<1>
+  else:
+    if threadIdx.x < 96:
+      prefetch_rows<1>
+for turn:
+  keys_ready[turn % {keys}].wait turn / {keys} % 2
+  recall
+  if item[1] < 64:
+    if threadIdx.x < 64:
+      zero_rows
+    fence_proxy_async
+    __sync_thread_partial
+  fence_proxy_async
+  for ki:
+    wgmma_ss
+    wgmma_ss
+  product_free[turn % {products}].wait turn / {products} % 2 ^ 1
+  inverse_norms_of_tile  # l2norm
+  inverse_norms  # l2norm
+  wait_wgmma<0>
+  fence_proxy_async
+  keys_free[turn % {keys}].arrive
+  store_product
+  product_ready[turn % {warps}].arrive
+
+if threadIdx.x < {kernel.FACTORS_BEGIN}:
+  for turn:
+    find
+    keys_free[turn % {keys}].wait turn / {keys} % 2 ^ 1
+    hand_on
+    if 0 < item[1]:
+      if tl_shuffle_elect<32>:
+        fence_proxy_async
+        for half:
+          keys_ready[turn % {keys}].expect_transaction 8192
+          tma_load
+    keys_ready[turn % {keys}].arrive
+    prefetch_rows<2>  # l2norm
+
+first_job
+find
+four_tokens
+four_tokens
+while any job[1] < turns:
+  s = job[0] % {jobs}
+  p = job[1] % {products}
+  if job[1] < turns:
+    product_ready[job[1] % {warps}].wait job[1] / {warps} % 2  # l2norm
+    job_free[s].wait job[0] / {jobs} % 2 ^ 1
+    hand_on
+  __syncwarp
+  chunk_vectors
+  if job[1] < turns:
+    job_ready[s].arrive
+    product_free[p].arrive  # l2norm
+  next_job
+  find
+  four_tokens
+  four_tokens
+  chunk_record
+
+zero_pieces<8>
+__syncwarp
+first_job
+while job[1] < turns:
+  s = job[0] % {jobs}
+  p = job[1] % {products}
+  job_ready[s].wait job[0] / {jobs} % 2
+  recall
+  product_ready[turn % {warps}].wait turn / {warps} % 2
+  if 0 < item[1]:
+    tma_store_wait<0, true>
+    __syncwarp
+    gated_inverse
+  product_free[p].arrive
+  job_free[s].arrive
+  if 0 < item[1]:
+    fence_proxy_async
+    __syncwarp
+    if item[1] == 64:
+      send_tile
+    else:
+      store_rows
+      __syncwarp
+  else:
+    if row < tokens:
+      zero_pieces<16>
+      zero_pieces<8>
+  next_job
+tma_store_wait<0, false>"""
+    expected = re.sub(r"  # l2norm" if l2norm else r"\n.*  # l2norm", "", roles)
+    assert "\n\n".join(map(outline, (product, load, factors, invert))) == expected
+
+
+def outline(role: str) -> str:
+    """What a role calls, waits for and arrives at, in the order of the source, indented under loops and conditions."""
+    text = re.sub(r"(?<=[a-z])_\d+\b|\(int\)|\(int64_t\)", "", role)  # TileLang counts variables that have one name
+    text = re.sub(r">> (\d+)", lambda bits: f"/ {1 << int(bits[1])}", text)
+    text = re.sub(r"& (\d+)", lambda mask: f"% {int(mask[1]) + 1}", text)
+    text = re.sub(r"while \(1\) \{ if \(!([^;{]*)\) \{ break; \}", r"while \1 {", text)
+    text = re.sub(r"for \(int (\w+)[^{]*\{", r"for \1 {", text)
+    block = r"(?P<block>\b(?:while|for|if|else)\b[^;{}]*)?\{|(?P<end>\})"
+    barrier = r"\w+\[[^;{}]*\]\.\w+\([^;]*"
+    stage = r"(?<=int )[sp] = [^;]*"  # of a job
+    call = r"(?:tl|flashqla)::(?!\w*(?:descriptor|warpgroup))\w+(?:<\d[^>]*>)?(?=[<(])|__\w+(?=\()"
+    lines: list[str] = []
+    inside: list[str] = []
+    shown: list[str] = []  # blocks of the line before
+    for found in re.finditer(rf"{block}|(?P<step>{barrier}|{stage}|{call})", text):
+        if found["end"] and not inside:
+            break
+        if found["end"]:
+            inside.pop()
+        elif found["step"]:
+            blocks = [line for line in inside if line]
+            # TileLang repeats a condition around each statement under it.
+            same = [*map(eq, shown, blocks), False].index(False)
+            steps = [*blocks[same:], found["step"]]
+            lines += ["  " * depth + plain(step) for depth, step in enumerate(steps, start=same)]
+            shown = blocks
+        else:
+            inside.append(f"{found['block']}:" if found["block"] else "")
+    return "\n".join(lines)
+
+
+def plain(code: str) -> str:
+    """Without namespaces and brackets around arguments."""
+    code = re.sub(r"\b(?:tl|flashqla)::", "", code)
+    return re.sub(r"[()]", "", re.sub(r"(?<=\w)\(", " ", code)).replace(" :", ":").strip()
 
 
 def split_roles(built: Built) -> tuple[list[int], list[str]]:

@@ -18,6 +18,7 @@ MANUAL_ROLES = {
 CUDA_TYPES = {"bfloat16": "bfloat16_t", "float16": "half_t", "float32": "float"}
 TILE = 64  # columns of a 16-bit tile with rows of 128 bytes, the widest that swizzles
 WARP = 32
+HALF_WARP, OWN = WARP // 2, 4  # makes a record: each lane has four tokens that follow each other
 WARP_GROUP = 128  # threads
 
 # The record of a chunk and value head: rows of 64 floats, one a token, but for the last row, which holds two numbers. With G the cumulative

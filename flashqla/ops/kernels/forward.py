@@ -13,7 +13,8 @@ Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
 Everything is transposed: a state warpgroup keeps S^T [64 columns of V, 128] in fp32 registers and feeds it, W^T and U^T to wgmma as the
 operand from registers; only K, Q, A and P pass through shared memory.
 
-    STATE  one or two warpgroups, 64 columns of V each           LOAD   one warp: TMA in, zeros past the end of a sequence
+    STATE  one or two warpgroups, 64 columns of V each           LOAD   one warp: TMA in, zeros past the end of a sequence; q, k and v of
+                                                                        the first chunks while the kernels in front still run
     SCORE  one warpgroup: P, or Z                               STORE  one warp: o out
 
 Two state warpgroups share a CTA whose SCORE warpgroup has time left: it makes Z = P A, and the output P U = Z W waits for U no more.
@@ -306,28 +307,41 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             s = T.if_then_else(s == STAGES - 1, 0, s + 1)
 
     @T.macro
-    def load_chunk(i, x, ready, stage):
+    def load_tokens(i, x, ready, stage):
+        """Of chunk i what was given."""
         s = i % STAGES
         first = x.bos + i * CHUNK
         T.tma_copy(x.k[first:first + CHUNK, x.k_head, :], x.k_smem[s, :, :], barrier=ready[stage])
         T.tma_copy(x.q[first:first + CHUNK, x.k_head, :], x.q_smem[s, :, :], barrier=ready[stage])
-        T.tma_copy(x.records[x.slot + i, x.head, :, :], x.record_smem[s, :, :], barrier=ready[stage])
-        T.tma_copy(x.A[first:first + CHUNK, x.head, :], x.a_smem[s, :, :], barrier=ready[stage])
         for w in T.unroll(groups):
             column = x.first_column + w * TILE
             T.tma_copy(x.v[first:first + CHUNK, x.head, column:column + TILE], x.v_smem[s, w, :, :], barrier=ready[stage])
 
     @T.macro
+    def load_made(i, x, ready, stage):
+        """Of chunk i what the inverse kernel wrote."""
+        s = i % STAGES
+        first = x.bos + i * CHUNK
+        T.tma_copy(x.records[x.slot + i, x.head, :, :], x.record_smem[s, :, :], barrier=ready[stage])
+        T.tma_copy(x.A[first:first + CHUNK, x.head, :], x.a_smem[s, :, :], barrier=ready[stage])
+
+    @T.macro
     def load(x):
-        for i in T.unroll(x.chunks, unroll_factor=1):
+        for i in T.unroll(x.early, unroll_factor=1):
+            load_made(i, x, x.in_ready, i)
+            T.barrier_arrive(x.in_ready[i])
+        for n in T.unroll(x.chunks - x.early, unroll_factor=1):
+            i = x.early + n
             s = i % STAGES
             rows = x.length - i * CHUNK
             T.barrier_wait(x.in_free[s], ((i // STAGES) & 1) ^ 1)
             if rows >= CHUNK:
-                load_chunk(i, x, x.in_ready, s)
+                load_tokens(i, x, x.in_ready, s)
+                load_made(i, x, x.in_ready, s)
                 T.barrier_arrive(x.in_ready[s])
             else:  # the rows past the end belong to another sequence, or to nobody: zeros leave state and output alone
-                load_chunk(i, x, x.tail_ready, 0)
+                load_tokens(i, x, x.tail_ready, 0)
+                load_made(i, x, x.tail_ready, 0)
                 T.barrier_arrive(x.tail_ready[0])
                 T.barrier_wait(x.tail_ready[0], 0)
                 for w in T.unroll(HEAD_DIM // TILE):
@@ -418,15 +432,21 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             # Slots past the last segment of a sequence have neither an end nor chunks.
             if T.And(has_final_state != 0, T.And(found[BEHIND] == 0, T.Or(length > 0, index == 0))):
                 ended = sequence
-            T.pdl_sync()  # until what the kernels before wrote is there
+            early = T.alloc_var("int32")  # chunks whose tokens may be loaded at once
+            early = T.min(T.truncdiv(length, CHUNK), STAGES)
             x = SimpleNamespace(
                 q=q, k=k, v=v, A=A, records=records, initial_state=initial_state, final_state=final_state, h=h, states=states,
                 q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, o_smem=o_smem,
                 in_ready=in_ready, in_free=in_free, p_ready=p_ready, p_free=p_free, o_ready=o_ready, o_free=o_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, segment=segment, parts=parts, index=index, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
                 slot=found[SLOT], bos=first, length=length, chunks=T.ceildiv(length, CHUNK), first_chunk=first_chunk,
-                ended=ended, has_initial_state=has_initial_state,
+                ended=ended, has_initial_state=has_initial_state, early=early,
             )
+            if tx >= SCORE_END:
+                if tx < LOAD_END:  # what no kernel before writes
+                    for i in T.unroll(early, unroll_factor=1):
+                        load_tokens(i, x, in_ready, i)
+            T.pdl_sync()  # until what the kernels before wrote is there
             if tx < WARP_GROUP:
                 T.inc_max_nreg(state_registers)
                 if groups == 1:

@@ -155,18 +155,6 @@ __device__ __forceinline__ void advance_state(void* s, const void* u, const void
 }
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 9, 256;" ::: "memory"); }
 
-// Brings rows of 256 bytes into L2, by a warp: what is to be copied as soon as there is room for it.
-__device__ __forceinline__ void prefetch_rows(const void* rows, long long stride, int count) {
-#pragma unroll 1
-  for (int i = threadIdx.x & 31; i < 2 * count; i += 32)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(rows) + (i >> 1) * stride + (i & 1) * 128));
-}
-
-// The same for bytes in a row, by one lane.
-__device__ __forceinline__ void prefetch_block(const void* block, int bytes) {
-  if ((threadIdx.x & 31) == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(block), "r"(bytes));
-}
-
 // sum[i, :] += factor[i] * product[i, :], and out[i] = of_out[i] * (product[i, :] . tile[i, :]), in four parts side by side.
 template <typename Element>
 __device__ __forceinline__ void add_rows(float* sum, const float* product, const void* tile, const float* factor, const float* of_out, float* out) {

@@ -317,8 +317,8 @@ def build_gradients(dtype: str, l2norm: bool):
                             for of_states in (x.states[pair, head, 0, 0], x.dstates[slot, head, 0, 0]):
                                 T.call_extern("handle", "flashqla::prefetch_block", T.address_of(of_states), HEAD_DIM * HEAD_DIM * SIZE)
                             if e == 0:
-                                T.call_extern("handle", "flashqla::prefetch_rows", T.address_of(x.q[first, k_head, 0]), q0 * SIZE, rows)
-                                T.call_extern("handle", "flashqla::prefetch_rows", T.address_of(x.k[first, k_head, 0]), k0 * SIZE, rows)
+                                T.call_extern("handle", "flashqla::prefetch_rows<2>", T.address_of(x.q[first, k_head, 0]), q0 * SIZE, rows)
+                                T.call_extern("handle", "flashqla::prefetch_rows<2>", T.address_of(x.k[first, k_head, 0]), k0 * SIZE, rows)
                             load_state(x.states, pair, head, heads, x.s_smem, x.s_ready, x.s_free)
                             load_state(x.dstates, slot, head, heads, x.ds_smem, x.ds_ready, x.ds_free)
                     if e == 0:

@@ -20,11 +20,12 @@ __device__ __forceinline__ float minus_operand(float x) { return __uint_as_float
 // Work is dealt out to CTAs in turns; an item is a slot and a key head, and has a job for each value head of its group.
 __device__ __forceinline__ int turns(int items) { return (items - 1 - int(blockIdx.x)) / int(gridDim.x) + 1; }
 
-// The items of 32 turns of this CTA, a turn a lane: first token and tokens, at most 64, of the chunk in a slot; the slot; the key head. In a slot
-// that no chunk has there are no tokens, and the first is that of the rows that belong to the slot because they are past the last sequence, `tokens`
-// or more if there are none. Past the last turn the place gets anything. The last item comes first: what recurrences begin with is then still in L2.
-__device__ __forceinline__ void look_up(int turn, int items, int key_heads, const int* offsets, int step, int sequences, int tokens, void* place) {
-  const int item = max(items - 1 - (turn + (threadIdx.x & 31)) * int(gridDim.x) - int(blockIdx.x), 0);
+// The items of 32 turns of this CTA, a turn a lane, in its registers: first token and tokens, at most 64, of the chunk in a slot; the slot; the key
+// head; and the first of the turns. In a slot that no chunk has there are no tokens, and the first is that of the rows that belong to the slot because
+// they are past the last sequence, `tokens` or more if there are none. Past the last turn it is anything. The last item comes first: what recurrences
+// begin with is then still in L2.
+__device__ __forceinline__ void look_up(int* found, int turn, int items, int key_heads, const int* offsets, int step, int sequences, int tokens) {
+  const int item = max(items - 1 - (turn + int(threadIdx.x & 31)) * int(gridDim.x) - int(blockIdx.x), 0);
   const int slot = unsigned(item) / unsigned(key_heads), key_head = item - slot * key_heads;
   const int n = owner(offsets, step, sequences, 64, slot);
   const int bos = max(min(offsets[n * step], tokens), 0), eos = max(min(offsets[(n + 1) * step], tokens), bos);
@@ -34,7 +35,33 @@ __device__ __forceinline__ void look_up(int turn, int items, int key_heads, cons
     const int end = max(min(offsets[sequences * step], tokens), 0), row = end + (slot - end / 64 - sequences) * 64;
     first = row >= end ? row : tokens;
   }
-  static_cast<int4*>(place)[threadIdx.x & 31] = make_int4(first, rows, slot, key_head);
+  found[0] = first, found[1] = rows, found[2] = slot, found[3] = key_head, found[4] = turn;
+}
+// The item of a turn, by all lanes of a warp. Its halves may ask for turns of their own, the first half for the earlier one, or the same, before which
+// nobody asks again.
+__device__ __forceinline__ void find(int* item, int* found, int turn, int items, int key_heads, const int* offsets, int step, int sequences, int tokens) {
+  if (__any_sync(~0u, turn - found[4] >= 32)) look_up(found, __shfl_sync(~0u, turn, 0), items, key_heads, offsets, step, sequences, tokens);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) item[e] = __shfl_sync(~0u, found[e], turn - found[4]);
+}
+
+// Where the first item of this CTA is likely to be, before anybody has read where sequences start: its first token, its rows and its key head, if
+// sequences are of the same length. Tokens that are there, in any case.
+__device__ __forceinline__ void guess(int* item, int slots, int key_heads, int sequences, int tokens) {
+  const int number = slots * key_heads - 1 - int(blockIdx.x), slot = number / key_heads, sequence = static_cast<long long>(slot) * sequences / slots;
+  item[0] = max(min((slot - sequence) * 64, tokens - 64), 0), item[1] = min(tokens, 64), item[3] = number - slot * key_heads;
+}
+
+__device__ __forceinline__ bool any(bool x) { return __any_sync(~0u, x); }
+// A job of this CTA: its number, its turn, and which member of the group it is of.
+__device__ __forceinline__ void first_job(int* job, int number, int group) { job[0] = number, job[1] = number / group, job[2] = number % group; }
+__device__ __forceinline__ void next_job(int* job, int step, int group) {
+  job[0] += step, job[1] += step / group, job[2] += step % group;
+  if (job[2] >= group) job[1] += 1, job[2] -= group;
+}
+// An item or a job from one role to another: four numbers by one lane of each half of a warp, read by all.
+__device__ __forceinline__ void hand_on(void* place, int first, int rows, int slot, int head) {
+  if ((threadIdx.x & 15) == 0) *static_cast<int4*>(place) = make_int4(first, rows, slot, head);
 }
 __device__ __forceinline__ void recall(const void* place, int* item) {
   const int4 all = *static_cast<const int4*>(place);
@@ -45,13 +72,6 @@ __device__ __forceinline__ void recall(const void* place, int* item) {
 template <int kPieces> __device__ __forceinline__ void zero_pieces(void* out, long long stride, int rows) {
 #pragma unroll 1
   for (int at = threadIdx.x & 31; at < rows * kPieces; at += 32) static_cast<uint4*>(out)[at / kPieces * stride + at % kPieces] = make_uint4(0, 0, 0, 0);
-}
-
-// 64 rows of 256 bytes on their way to L2, by one warp; those before `rows`.
-template <typename Element> __device__ __forceinline__ void prefetch_rows(const Element* at, long long stride, int rows) {
-#pragma unroll
-  for (int line = threadIdx.x & 31; line < 128; line += 32)
-    if (line / 2 < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + line / 2 * stride + line % 2 * 64));
 }
 
 template <typename Element> __device__ __forceinline__ float squares(uint4 raw) {
@@ -94,44 +114,67 @@ template <typename Element> __device__ __forceinline__ void inverse_norms(const 
 // the blocks between, every factor at most 1: no exponential per element. `start` includes beta.
 enum { kRowLog = 0, kColLog = 64, kBeta = 128, kStart = 192, kStop = 256, kBetween = 320, kVectors = 324 };
 
-// One warp turns the log gates and beta of a chunk into its record and vectors; the lane has tokens 2*lane and 2*lane+1.
-template <bool kNorm, bool kBackward, typename Gate, typename Beta>
-__device__ __forceinline__ void chunk_factors(const Gate* gates, const Beta* betas, const float* q_norm, const float* k_norm, float* vectors, float* record,
-                                              float* cumulative, long long stride, int rows, float scale, int has_cumulative) {
-  const int lane = threadIdx.x & 31;
-  const float2 gate = make_float2(float(gates[0]), float(gates[1])), b = make_float2(float(betas[0]), float(betas[1]));
-  // A difference of sums with an infinity in them is not a number; 2^-126 is as good as a full reset.
-  const float x = fmaxf(gate.x * kLog2e, -126.f), y = x + fmaxf(gate.y * kLog2e, -126.f);
-  float sum = y;  // inside a block of 16 tokens
+// What a lane knows of its tokens: the cumulative log gate in base 2, beta, inverse norms of queries and keys and their logs, four each; and the log
+// gate of the chunk.
+enum { kSum = 0, kOwnBeta = 4, kQueryNorm = 8, kKeyNorm = 12, kQueryLog = 16, kKeyLog = 20, kTotal = 24, kKnown = 25 };
+
+// Half a warp turns the log gates and beta of a chunk into its vectors. By all lanes of a warp; a half without rows writes nothing.
+template <bool kNorm, typename Gate, typename Beta>
+__device__ __forceinline__ void chunk_vectors(const Gate* gates, const Beta* betas, const float* q_norm, const float* k_norm, float* vectors, float* known, int rows) {
+  const int lane = threadIdx.x & 31, block = (lane >> 2) & 3, token = own_token();
+  float* sum = known + kSum;
+  float* beta = known + kOwnBeta;
+  float* rk = known + kKeyNorm;
+  float* lk = known + kKeyLog;
+  float in_block[4];
+  float own = 0.f;
 #pragma unroll
-  for (int d = 1; d < 8; d *= 2) {
-    const float up = __shfl_up_sync(~0u, sum, d);
-    if ((lane & 7) >= d) sum += up;
+  for (int e = 0; e < 4; ++e) {
+    beta[e] = float(betas[e]);
+    // A difference of sums with an infinity in them is not a number; 2^-126 is as good as a full reset.
+    own += fmaxf(float(gates[e]) * kLog2e, -126.f);
+    in_block[e] = own;
   }
-  const float c1 = sum, c0 = sum - y + x, end = __shfl_sync(~0u, sum, lane | 7);
+  float until = own;  // this lane's last token, inside its block of 16
+#pragma unroll
+  for (int d = 1; d < 4; d *= 2) {
+    const float up = __shfl_up_sync(~0u, until, d);
+    if ((lane & 3) >= d) until += up;
+  }
+  const float end = __shfl_sync(~0u, until, lane | 3);
   float start = 0.f, total = 0.f;
 #pragma unroll
-  for (int block = 0; block < 4; ++block) {
-    if (lane >> 3 == block) start = total;
-    total += __shfl_sync(~0u, sum, 8 * block + 7);
+  for (int b = 0; b < 4; ++b) {
+    if (block == b) start = total;
+    total += __shfl_sync(~0u, until, (lane & 16) + 4 * b + 3);
   }
-  float2 rq = make_float2(1.f, 1.f), rk = rq, lq = make_float2(0.f, 0.f), lk = lq;
-  if constexpr (kNorm) {
-    rq = *reinterpret_cast<const float2*>(q_norm + 2 * lane);
-    rk = *reinterpret_cast<const float2*>(k_norm + 2 * lane);
-    lq = make_float2(log2f(rq.x), log2f(rq.y));
-    lk = make_float2(log2f(rk.x), log2f(rk.y));
+  known[kTotal] = total;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    in_block[e] = e == 3 ? until : in_block[e] + (until - own);  // the last token of a block has exactly its sum
+    sum[e] = start + in_block[e];
+    known[kQueryNorm + e] = kNorm ? q_norm[token + e] : 1.f;
+    rk[e] = kNorm ? k_norm[token + e] : 1.f;
+    known[kQueryLog + e] = kNorm ? log2f(known[kQueryNorm + e]) : 0.f;
+    lk[e] = kNorm ? log2f(rk[e]) : 0.f;
   }
-  put_record<kBackward>(record, make_float2(start + c0, start + c1), total, b, rq, rk, lq, lk, scale);
-  put_two(vectors + kRowLog, c0 + lk.x, c1 + lk.y);
-  put_two(vectors + kColLog, c0 - lk.x, c1 - lk.y);
-  put_two(vectors + kBeta, b.x, b.y);
-  put_two(vectors + kStart, b.x * ex2(c0) * rk.x, b.y * ex2(c1) * rk.y);
-  put_two(vectors + kStop, ex2(end - c0) * rk.x, ex2(end - c1) * rk.y);
-  if ((lane & 7) == 7) vectors[kBetween + (lane >> 3)] = ex2(c1);
+  if (rows == 0) return;
+  put_four(vectors + kRowLog, [&](int e) { return in_block[e] + lk[e]; });
+  put_four(vectors + kColLog, [&](int e) { return in_block[e] - lk[e]; });
+  put_four(vectors + kBeta, [&](int e) { return beta[e]; });
+  put_four(vectors + kStart, [&](int e) { return beta[e] * ex2(in_block[e]) * rk[e]; });
+  put_four(vectors + kStop, [&](int e) { return ex2(end - in_block[e]) * rk[e]; });
+  if ((lane & 3) == 3) vectors[kBetween + block] = ex2(end);
+}
+// And into its record, and on demand its cumulative gate.
+template <bool kBackward>
+__device__ __forceinline__ void chunk_record(const float* known, float* record, float* cumulative, long long stride, int rows, float scale, int has_cumulative) {
+  if (rows == 0) return;
+  put_record<kBackward>(record, known + kSum, known[kTotal], known + kOwnBeta, known + kQueryNorm, known + kKeyNorm, known + kQueryLog, known + kKeyLog, scale);
   if (has_cumulative) {
-    if (2 * lane < rows) cumulative[2 * lane * stride] = (start + c0) * kLn2;
-    if (2 * lane + 1 < rows) cumulative[(2 * lane + 1) * stride] = (start + c1) * kLn2;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (own_token() + e < rows) cumulative[(own_token() + e) * stride] = known[kSum + e] * kLn2;
   }
 }
 
@@ -320,9 +363,9 @@ template <typename Element> __device__ __forceinline__ void store_block(const fl
                "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]) : "memory");
 }
 
-// (I + M)^-1 to its tile, X[i] = -X[i,i] * sum over k < i of M[i,k] X[k], zeros above the diagonal, by one warp. With has_beta the blocks on the
-// diagonal are scaled with beta of their columns, and with them all below. Row by row, so that each block of M is made once, and the sums of a
-// row do not wait for each other.
+// (I + M)^-1 to its tile, X[i] = -X[i,i] * sum over k < i of M[i,k] X[k], by one warp. Blocks above the diagonal are zeros that the tile had before.
+// With has_beta the blocks on the diagonal are scaled with beta of their columns, and with them all below. Row by row, so that each block of M is
+// made once, and the sums of a row do not wait for each other.
 template <typename Element> __device__ __forceinline__ void gated_inverse(const float* product, const float* vectors, void* tile, int has_beta) {
   const int g = (threadIdx.x & 31) >> 2;
   float* diagonals = static_cast<float*>(tile) + kDiagonals;
@@ -352,9 +395,10 @@ template <typename Element> __device__ __forceinline__ void gated_inverse(const 
     const float scale[2] = {has_beta ? beta[0] : 1.f, has_beta ? beta[8] : 1.f};
     load_inverse_columns(row[i], diagonals + i * kDiagonal, scale);
     __syncwarp();  // all lanes have come this far: the tile may take the place of what they have read
+    // In row 2 diagonals stood above the diagonal; in row 3 nothing is above it.
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      store_block<Element>(row[c], tile, i, c);
+      if (c <= i || i == 2) store_block<Element>(row[c], tile, i, c);
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[i][c][e] = operand(row[c][e]);
     }

@@ -6,17 +6,21 @@ Shapes  q, k [T, hk, 128] bf16 or fp16; g, beta [T, hv]  ->  A [T, hv, 64]; reco
         on demand the cumulative gate [T, hv] fp32. Rows past the last sequence become 0 in A, o and the cumulative gate.
 Units   g: natural log of the decay, <= 0; G: its inclusive sum inside the chunk
 Grid    a CTA per SM, which takes in turns an item, a chunk and key head; an item has a job for each value head that shares <k[i], k[j]>
-Cost    per value head 12 KB of HBM, 850 instructions of a warp for the inverse and 250 for all else; per item 16 KB and one 64x64x128 GEMM
+Cost    per value head 10 KB of HBM, 880 instructions of a warp for the inverse, 190 for its factors and 120 around it; per item 16 KB and one
+        64x64x128 GEMM
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
 
-    PRODUCT  one warpgroup: keys in by TMA, some turns ahead; K K^T of every item, with l2norm also the norms of keys and queries
-    INVERT   twelve warps, each for itself: job j of the CTA is for warp j % WARPS, whatever item it is of
+    PRODUCT  one warpgroup: K K^T of every item, with l2norm also the norms of keys and queries; before, it brings to L2 what comes first
+    LOAD     one warp: keys in by TMA
+    FACTORS  three warps, each for itself, half a warp a job: record and factors of job j are for half j % 6
+    INVERT   twelve warps, each for itself: job j of the CTA is for warp j % 12, whatever item it is of
 
-To find an item takes longer than to multiply its keys. So a warp looks up a batch of them, a turn a lane, long before anybody asks for one.
+To find an item takes longer than to multiply its keys. So a warp of LOAD or FACTORS looks up 32 at once, a turn a lane, and hands on what it found.
 
-The inverse is a long chain of short steps, which only other warps hide. So no warp waits for another but through the ring of products, whose
-stage is free when every job of its item has read it. Where a group is one head, six products keep half of the warps inverting while the others
-load and store: keys come no faster than that. A barrier is named for what it says is ready or free.
+The inverse is a long chain of short steps, which only other warps hide, and so is the making of its factors. So roles meet in three rings only: of
+keys; of products, whose stage is free when every job of its item has read it; and of jobs, whose factors are there before a warp of INVERT asks for
+them. Four products are four jobs at a time where a group is one head; from three heads on they are enough for all twelve warps. A barrier is named
+for what it says is ready or free.
 
 The inverse is made of 16x16 blocks: those on the diagonal by substitution in fp32, the others, of column c, by
 A[i, c] = -A[i, i] * sum over c <= k < i of M[i, k] A[k, c], in TF32. Only M on the diagonal goes through shared memory.
@@ -32,9 +36,11 @@ from flashqla.ops.kernels.common import (
     BACKWARD_RECORD,
     CHUNK,
     CUDA_TYPES,
+    HALF_WARP,
     HEAD_DIM,
     HOPPER,
     MANUAL_ROLES,
+    OWN,
     RECORD,
     TILE,
     WARP,
@@ -42,22 +48,31 @@ from flashqla.ops.kernels.common import (
     cuda,
 )
 
-WARPS = 12  # that invert: with those of PRODUCT they share the registers of an SM, 128 a thread. One more would leave each 96
-PRODUCT_END = WARP_GROUP
-THREADS = PRODUCT_END + WARPS * WARP
-KEYS, PRODUCTS = 3, 6  # stages; what shared memory has left for them
+WARPS = 12  # that invert
+FACTOR_JOBS = 3 * 2  # that FACTORS has in hand at a time: warps, and halves of each
+LOAD_BEGIN = WARP_GROUP
+FACTORS_BEGIN = LOAD_BEGIN + WARP
+INVERT_BEGIN = 2 * WARP_GROUP
+THREADS = INVERT_BEGIN + WARPS * WARP
+PRODUCT_REGISTERS, SERVICE_REGISTERS, INVERT_REGISTERS = 80, 88, 104  # a thread, in all what the CTA starts with
+KEYS, PRODUCTS, JOBS = 3, 6, 12  # stages; what shared memory has left for them
+# A barrier tells a phase by its parity, so nobody may wait for one while the phase before it is not over. Jobs of one stage, and those of one INVERT
+# warp, are prepared by the same half of a FACTORS warp, in order; and of two jobs of a stage, an INVERT warp has had the first, or one after it, before
+# it asks for the second.
+assert JOBS % FACTOR_JOBS == WARPS % FACTOR_JOBS == 0
+assert JOBS >= WARPS
 BLOCKS = 10 * 16 * 16  # floats of the lower triangle of a product
+SIZE = 2  # bytes of an element of k
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of one of g or beta
 PIECE = 8  # elements of A and o in 16 bytes
+KNOWN = 25  # floats that a lane of FACTORS knows of its tokens, kKnown in inverse.cuh
 VECTORS = 324  # floats of one head's per-token factors, kVectors in inverse.cuh
-FIRST, ROWS, SLOT, K_HEAD = range(4)  # of an item, as look_up writes it
+FIRST, ROWS, SLOT, HEAD = range(4)  # of an item, as look_up finds it, with the key head, and of a job, with the value head
 ITEM = 4  # its integers
-BATCH = WARP  # turns looked up at once, in job 0 of the turn that is BATCH before the first of them
-# Items stand in a ring, batch upon batch. Who has seen a product ready, sees what was written in all jobs PRODUCTS turns before it and back.
-#   ready  INVERT asks for its next job before it waits for the product of this one. It has seen that of the job before, from which there are at most
-#          2 * WARPS turns to the next: 2 * WARPS + PRODUCTS <= BATCH. PRODUCT asks only KEYS turns ahead.
-#   free   Who looks up in turn t has seen a product at most WARPS turns old, so the jobs of turn t - WARPS - PRODUCTS are done. The last place it
-#          takes was that of turn t + 2 * BATCH - 1 - RING. Three batches would do, but are no power of two.
-RING = 4 * BATCH
+FOUND, BASE = 5, 4  # integers that look_up finds, and which of them says the first turn
+NUMBER, TURN, MEMBER = range(3)  # of a job, as a role goes from one to the next
+JOB = 3  # its integers
+BATCH = WARP  # turns looked up at once
 
 
 def alloc_barrier(counts):
@@ -72,50 +87,60 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
     """The kernel for q and k in `dtype`. l2norm: with the norms of q and k in the factors. backward: with the rows of records that only that pass needs."""
     record = BACKWARD_RECORD if backward else RECORD
     element = CUDA_TYPES[dtype]
-    factors = f"flashqla::chunk_factors<{str(l2norm).lower()}, {str(backward).lower()}, {CUDA_TYPES[g_dtype]}, {CUDA_TYPES[beta_dtype]}>"
+    vectors_of = f"flashqla::chunk_vectors<{str(l2norm).lower()}, {CUDA_TYPES[g_dtype]}, {CUDA_TYPES[beta_dtype]}>"
+    record_of = f"flashqla::chunk_record<{str(backward).lower()}>"
     tokens, slots, hk, hv, offsets, gate_rows = (T.dynamic(x) for x in ("tokens", "slots", "hk", "hv", "offsets", "gate_rows"))
     q0, q1, k0, k1, g0, g1, b0, b1 = (T.dynamic(x) for x in ("q0", "q1", "k0", "k1", "g0", "g1", "b0", "b1"))
 
     @T.macro
-    def look_up(x, turn):
-        """The batch of items from a turn on, by one warp."""
+    def find(x, turn, found, item):
+        """The item of a turn, by one warp. found: what it has looked up so far."""
         T.call_extern(
-            "handle", "flashqla::look_up", turn, slots * hk, hk, T.address_of(x.cu_seqlens[0]), x.offset_step, x.sequences, x.tokens,
-            T.address_of(x.items[turn % RING, 0]),
+            "handle", "flashqla::find", item.data, found.data, turn, slots * hk, hk, T.address_of(x.cu_seqlens[0]), x.offset_step, x.sequences, x.tokens
         )
 
     @T.macro
-    def recall(x, turn, item):
-        T.call_extern("handle", "flashqla::recall", T.address_of(x.items[turn % RING, 0]), item.data)
-
-    @T.macro
-    def load_keys(x, q, k, turn, item):
-        """The keys of a turn, by one warp."""
-        if turn < x.turns:
-            recall(x, turn, item)
-            T.barrier_wait(x.keys_free[turn % KEYS], ((turn // KEYS) & 1) ^ 1)
+    def load(x, q, k):
+        found = T.alloc_local((FOUND,), "int32")
+        item = T.alloc_local((ITEM,), "int32")
+        found[BASE] = -BATCH
+        for turn in T.unroll(x.turns, unroll_factor=1):
+            s = turn % KEYS
+            find(x, turn, found, item)
+            T.barrier_wait(x.keys_free[s], ((turn // KEYS) & 1) ^ 1)
+            T.call_extern("handle", "flashqla::hand_on", T.address_of(x.items[s, 0]), item[FIRST], item[ROWS], item[SLOT], item[HEAD])
             if item[ROWS] > 0:
                 for half in T.unroll(2):
                     T.tma_copy(
-                        k[item[FIRST]:item[FIRST] + CHUNK, item[K_HEAD], half * TILE:half * TILE + TILE],
-                        x.k_smem[turn % KEYS, half * CHUNK:half * CHUNK + CHUNK, :], barrier=x.keys_ready[turn % KEYS],
+                        k[item[FIRST]:item[FIRST] + CHUNK, item[HEAD], half * TILE:half * TILE + TILE],
+                        x.k_smem[s, half * CHUNK:half * CHUNK + CHUNK, :], barrier=x.keys_ready[s],
                     )
-            T.barrier_arrive(x.keys_ready[turn % KEYS])
-            if l2norm:
-                T.call_extern("handle", f"flashqla::prefetch_rows<{element}>", T.address_of(q[item[FIRST], item[K_HEAD], 0]), q0, item[ROWS])
+            T.barrier_arrive(x.keys_ready[s])
+            if l2norm:  # PRODUCT reads queries from global memory
+                T.call_extern("handle", "flashqla::prefetch_rows<2>", T.address_of(q[item[FIRST], item[HEAD], 0]), q0 * SIZE, item[ROWS])
 
     @T.macro
-    def multiply(x, q, k):
+    def fetch_likely(x, item):
+        """Into L2, what the first item of this CTA is likely to ask for, while others read where sequences start: a warp each for keys, gates and betas."""
+        T.call_extern("handle", "flashqla::guess", item.data, slots, hk, x.sequences, x.tokens)
+        head = item[HEAD] * x.group
+        if x.tx < WARP:
+            T.call_extern("handle", "flashqla::prefetch_rows<2>", T.address_of(x.k[item[FIRST], item[HEAD], 0]), k0 * SIZE, item[ROWS])
+        elif x.tx < 2 * WARP:
+            T.call_extern("handle", "flashqla::prefetch_rows<1>", T.address_of(x.g[item[FIRST], head]), g0 * BYTES[g_dtype], item[ROWS])
+        elif x.tx < 3 * WARP:
+            T.call_extern("handle", "flashqla::prefetch_rows<1>", T.address_of(x.beta[item[FIRST], head]), b0 * BYTES[beta_dtype], item[ROWS])
+
+    @T.macro
+    def multiply(x, q):
         product = T.alloc_fragment((CHUNK, CHUNK), "float32")
         item = T.alloc_local((ITEM,), "int32")
-        if x.tx < WARP:
-            for turn in T.unroll(KEYS, unroll_factor=1):
-                load_keys(x, q, k, turn, item)
+        fetch_likely(x, item)
         for turn in T.unroll(x.turns, unroll_factor=1):
             s = turn % KEYS
             p = turn % PRODUCTS
             T.barrier_wait(x.keys_ready[s], (turn // KEYS) & 1)
-            recall(x, turn, item)
+            T.call_extern("handle", "flashqla::recall", T.address_of(x.items[s, 0]), item.data)
             # The product under no condition: ptxas takes one that rests on an item for one that may divide a warp, and puts products in series.
             if item[ROWS] < CHUNK:  # rows of another sequence, or of nobody: anything may stand there
                 if x.tx < 2 * WARP:
@@ -130,31 +155,71 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
                     "handle", f"flashqla::inverse_norms_of_tile<{element}>", T.access_ptr(x.k_smem[s, 0, 0], "r"), T.address_of(x.norms[p, 0, 0]), item[ROWS]
                 )
                 T.call_extern(
-                    "handle", f"flashqla::inverse_norms<{element}>", T.address_of(q[item[FIRST], item[K_HEAD], 0]), q0, T.address_of(x.norms[p, 1, 0]), item[ROWS]
+                    "handle", f"flashqla::inverse_norms<{element}>", T.address_of(q[item[FIRST], item[HEAD], 0]), q0, T.address_of(x.norms[p, 1, 0]), item[ROWS]
                 )
             T.wait_wgmma(0)
             T.fence_proxy_async()  # the keys have been read, and rows of them written: a copy may overtake neither
             T.barrier_arrive(x.keys_free[s])
             T.call_extern("handle", "flashqla::store_product", product.data, T.address_of(x.products[p, 0]))
             T.barrier_arrive(x.product_ready[turn % WARPS])
-            if x.tx < WARP:
-                load_keys(x, q, k, turn + KEYS, item)
 
     @T.macro
-    def load_gates(x, gates, betas, item, head):
-        """Gate and beta of two tokens into registers of each lane."""
+    def wait_for_product(x, turn):
+        T.barrier_wait(x.product_ready[T.truncmod(turn, WARPS)], T.truncdiv(turn, WARPS) & 1)
+
+    @T.macro
+    def load_gates(x, gates, betas, item):
+        """Gate and beta of this lane's tokens."""
         rows = T.if_then_else(x.has_gate != 0, item[ROWS], 0)
-        T.call_extern("handle", "flashqla::two_tokens", gates.data, T.address_of(x.g[0, 0]), item[FIRST], g0, head, g1, rows)
-        T.call_extern("handle", "flashqla::two_tokens", betas.data, T.address_of(x.beta[0, 0]), item[FIRST], b0, head, b1, item[ROWS])
+        T.call_extern("handle", "flashqla::four_tokens", gates.data, T.address_of(x.g[0, 0]), item[FIRST], g0, item[HEAD], g1, rows)
+        T.call_extern("handle", "flashqla::four_tokens", betas.data, T.address_of(x.beta[0, 0]), item[FIRST], b0, item[HEAD], b1, item[ROWS])
 
     @T.macro
-    def prepare(x, gates, betas, item, head, p):
-        """The factors of this job into shared memory, its record to HBM."""
-        T.call_extern(
-            "handle", factors, gates.data, betas.data, T.address_of(x.norms[p, 1, 0]), T.address_of(x.norms[p, 0, 0]), T.address_of(x.vectors[x.warp, 0]),
-            T.address_of(x.records[item[SLOT], head, 0, 0]), T.address_of(x.cumulative[item[FIRST] * x.has_cumulative, head]), hv, item[ROWS],
-            x.scale, x.has_cumulative,
-        )
+    def find_job(x, job, found, item):
+        """The item of a job, with the value head, or without rows past the last job."""
+        find(x, job[TURN], found, item)
+        item[HEAD] = item[HEAD] * x.group + job[MEMBER]
+        item[ROWS] = T.if_then_else(job[TURN] < x.turns, item[ROWS], 0)
+
+    @T.macro
+    def prepare(x):
+        """The factors of jobs into shared memory, their records to HBM."""
+        found = T.alloc_local((FOUND,), "int32")
+        item, done = (T.alloc_local((ITEM,), "int32") for _ in range(2))
+        job = T.alloc_local((JOB,), "int32")
+        gates = T.alloc_local((OWN,), g_dtype)
+        betas = T.alloc_local((OWN,), beta_dtype)
+        known = T.alloc_local((KNOWN,), "float32")
+        found[BASE] = -BATCH
+        T.call_extern("handle", "flashqla::first_job", job.data, (x.tx - FACTORS_BEGIN) // HALF_WARP, x.group)
+        find_job(x, job, found, item)
+        load_gates(x, gates, betas, item)
+        while T.call_extern("bool", "flashqla::any", job[TURN] < x.turns):
+            s: T.int32 = T.truncmod(job[NUMBER], JOBS)
+            p: T.int32 = T.truncmod(job[TURN], PRODUCTS)
+            if job[TURN] < x.turns:
+                if l2norm:
+                    wait_for_product(x, job[TURN])
+                T.barrier_wait(x.job_free[s], (T.truncdiv(job[NUMBER], JOBS) & 1) ^ 1)
+                T.call_extern("handle", "flashqla::hand_on", T.address_of(x.jobs[s, 0]), item[FIRST], item[ROWS], item[SLOT], item[HEAD])
+            T.sync_warp()  # its halves make their factors together
+            T.call_extern(
+                "handle", vectors_of, gates.data, betas.data, T.address_of(x.norms[p, 1, 0]), T.address_of(x.norms[p, 0, 0]), T.address_of(x.vectors[s, 0]),
+                known.data, item[ROWS],
+            )
+            if job[TURN] < x.turns:
+                T.barrier_arrive(x.job_ready[s])
+                if l2norm:
+                    T.barrier_arrive(x.product_free[p])
+            for e in T.unroll(ITEM):
+                done[e] = item[e]
+            T.call_extern("handle", "flashqla::next_job", job.data, FACTOR_JOBS, x.group)
+            find_job(x, job, found, item)
+            load_gates(x, gates, betas, item)  # come while the record is written, which nobody in this kernel waits for
+            T.call_extern(
+                "handle", record_of, known.data, T.address_of(x.records[done[SLOT], done[HEAD], 0, 0]),
+                T.address_of(x.cumulative[done[FIRST] * x.has_cumulative, done[HEAD]]), hv, done[ROWS], x.scale, x.has_cumulative,
+            )
 
     @T.macro
     def blank(x, A, o, row, head):
@@ -176,68 +241,43 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
         )
 
     @T.macro
-    def wait_for_product(x, turn):
-        T.barrier_wait(x.product_ready[T.truncmod(turn, WARPS)], T.truncdiv(turn, WARPS) & 1)
-
-    @T.macro
     def invert(x, A, o):
         item = T.alloc_local((ITEM,), "int32")
-        gates = T.alloc_local((2,), g_dtype)
-        betas = T.alloc_local((2,), beta_dtype)
-        # A job is a member of the group of its turn. From one of this warp to the next there are WARPS jobs.
-        turn, member, next_turn, next_member, more_turns, more_members, head = (T.alloc_var("int32") for _ in range(7))
-        turn = T.truncdiv(x.warp, x.group)
-        member = T.truncmod(x.warp, x.group)
-        more_turns = T.truncdiv(WARPS, x.group)
-        more_members = T.truncmod(WARPS, x.group)
-        if turn < x.turns:
-            recall(x, turn, item)
-            load_gates(x, gates, betas, item, item[K_HEAD] * x.group + member)
-        while turn < x.turns:
-            if member == 0 and turn % BATCH == 0 and turn + BATCH < x.turns:
-                look_up(x, turn + BATCH)
-            recall(x, turn, item)
-            head = item[K_HEAD] * x.group + member
-            if l2norm:
-                wait_for_product(x, turn)
-            if item[ROWS] > 0:
-                prepare(x, gates, betas, item, head, T.truncmod(turn, PRODUCTS))
-            next_turn = turn + more_turns
-            next_member = member + more_members
-            if next_member >= x.group:
-                next_turn += 1
-                next_member -= x.group
-            if next_turn < x.turns:  # what the next job needs comes while this one is inverted
-                recall(x, next_turn, item)
-                load_gates(x, gates, betas, item, item[K_HEAD] * x.group + next_member)
-            T.sync_warp()  # the factors are there
-            recall(x, turn, item)  # again, or it would wait for that in registers
-            p: T.int32 = T.truncmod(turn, PRODUCTS)
-            if not l2norm:
-                wait_for_product(x, turn)
+        job = T.alloc_local((JOB,), "int32")
+        warp: T.int32 = (x.tx - INVERT_BEGIN) // WARP
+        # What is above the diagonal stays as it is.
+        T.call_extern("handle", f"flashqla::zero_pieces<{CHUNK // PIECE}>", T.address_of(x.a_smem[warp, 0, 0]), CHUNK // PIECE, CHUNK)
+        T.sync_warp()
+        T.call_extern("handle", "flashqla::first_job", job.data, warp, x.group)
+        while job[TURN] < x.turns:
+            s: T.int32 = T.truncmod(job[NUMBER], JOBS)
+            p: T.int32 = T.truncmod(job[TURN], PRODUCTS)
+            T.barrier_wait(x.job_ready[s], T.truncdiv(job[NUMBER], JOBS) & 1)
+            T.call_extern("handle", "flashqla::recall", T.address_of(x.jobs[s, 0]), item.data)
+            wait_for_product(x, job[TURN])
             if item[ROWS] > 0:
                 T.tma_store_wait(0, read=True)  # the tile before this one has left
                 T.sync_warp()
                 T.call_extern(
-                    "handle", f"flashqla::gated_inverse<{element}>", T.address_of(x.products[p, 0]), T.address_of(x.vectors[x.warp, 0]),
-                    T.address_of(x.a_smem[x.warp, 0, 0]), x.has_beta,
+                    "handle", f"flashqla::gated_inverse<{element}>", T.address_of(x.products[p, 0]), T.address_of(x.vectors[s, 0]),
+                    T.address_of(x.a_smem[warp, 0, 0]), x.has_beta,
                 )
             # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
             T.barrier_arrive(x.product_free[p])
+            T.barrier_arrive(x.job_free[s])
             if item[ROWS] > 0:
                 T.fence_proxy_async()
                 T.sync_warp()
                 if item[ROWS] == CHUNK:
-                    T.call_extern("handle", "flashqla::send_tile", tiles_of(A), T.address_of(x.a_smem[x.warp, 0, 0]), item[FIRST], head)
+                    T.call_extern("handle", "flashqla::send_tile", tiles_of(A), T.address_of(x.a_smem[warp, 0, 0]), item[FIRST], item[HEAD])
                 else:
                     T.call_extern(
-                        "handle", f"flashqla::store_rows<{element}>", T.address_of(x.a_smem[x.warp, 0, 0]), T.address_of(A[item[FIRST], head, 0]), hv * CHUNK, item[ROWS],
+                        "handle", f"flashqla::store_rows<{element}>", T.address_of(x.a_smem[warp, 0, 0]), T.address_of(A[item[FIRST], item[HEAD], 0]), hv * CHUNK, item[ROWS],
                     )
                     T.sync_warp()  # the tile has been read
             else:
-                blank(x, A, o, item[FIRST], head)
-            turn = next_turn
-            member = next_member
+                blank(x, A, o, item[FIRST], item[HEAD])
+            T.call_extern("handle", "flashqla::next_job", job.data, WARPS, x.group)
         T.tma_store_wait(0, read=False)
 
     @T.prim_func
@@ -267,14 +307,17 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
             k_smem = T.alloc_shared((KEYS, 2 * CHUNK, TILE), dtype)  # rows 0-63: columns 0-63 of k; rows 64-127: the others
             products = T.alloc_shared((PRODUCTS, BLOCKS), "float32")
             norms = T.alloc_shared((PRODUCTS, 2, CHUNK), "float32")  # inverse norms of keys, of queries
-            vectors = T.alloc_shared((WARPS, VECTORS), "float32")
-            items = T.alloc_shared((RING, ITEM), "int32")
-            keys_ready = T.alloc_barrier([WARP] * KEYS)  # TMA, first warp of PRODUCT -> PRODUCT
-            keys_free = T.alloc_barrier([WARP_GROUP] * KEYS)  # PRODUCT -> its first warp
+            vectors = T.alloc_shared((JOBS, VECTORS), "float32")
+            items = T.alloc_shared((KEYS, ITEM), "int32")
+            jobs = T.alloc_shared((JOBS, ITEM), "int32")
+            keys_ready = T.alloc_barrier([WARP] * KEYS)  # TMA, LOAD -> PRODUCT
+            keys_free = T.alloc_barrier([WARP_GROUP] * KEYS)  # PRODUCT -> LOAD
             # More than there are stages: from one job of a warp to the next there may be WARPS products, and a barrier that had come round
             # between them would have the parity of the next before it is there.
-            product_ready = T.alloc_barrier([WARP_GROUP] * WARPS)  # PRODUCT -> INVERT
-            product_free = alloc_barrier([group * WARP] * PRODUCTS)  # INVERT -> PRODUCT
+            product_ready = T.alloc_barrier([WARP_GROUP] * WARPS)  # PRODUCT -> INVERT, with l2norm FACTORS
+            product_free = alloc_barrier([group * (WARP + (HALF_WARP if l2norm else 0))] * PRODUCTS)  # INVERT, with l2norm FACTORS -> PRODUCT
+            job_ready = T.alloc_barrier([HALF_WARP] * JOBS)  # FACTORS -> INVERT
+            job_free = T.alloc_barrier([WARP] * JOBS)  # INVERT -> FACTORS
             T.annotate_min_blocks_per_sm(1)
             T.annotate_layout({a_smem: make_swizzled_layout(a_smem)})  # and its alignment
             tx = T.get_thread_binding()
@@ -283,17 +326,23 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
             turns = T.alloc_var("int32")
             turns = T.call_extern("int32", "flashqla::turns", slots * hk)
             x = SimpleNamespace(
-                g=g, beta=beta, records=records, cumulative=cumulative, cu_seqlens=cu_seqlens, offset_step=offset_step, sequences=sequences,
+                k=k, g=g, beta=beta, records=records, cumulative=cumulative, cu_seqlens=cu_seqlens, offset_step=offset_step, sequences=sequences,
                 tokens=tokens, group=group, scale=scale, has_gate=has_gate, has_cumulative=has_cumulative, has_beta=has_beta,
-                a_smem=a_smem, k_smem=k_smem, products=products, norms=norms, vectors=vectors, items=items,
-                keys_ready=keys_ready, keys_free=keys_free, product_ready=product_ready, product_free=product_free, tx=tx, warp=(tx - PRODUCT_END) // WARP, turns=turns,
+                a_smem=a_smem, k_smem=k_smem, products=products, norms=norms, vectors=vectors, items=items, jobs=jobs,
+                keys_ready=keys_ready, keys_free=keys_free, product_ready=product_ready, product_free=product_free,
+                job_ready=job_ready, job_free=job_free, tx=tx, turns=turns,
             )
-            if tx < WARP:
-                look_up(x, 0)
-            T.sync_threads()  # the first batch is there
-            if tx < PRODUCT_END:
-                multiply(x, q, k)
+            if tx < LOAD_BEGIN:
+                T.dec_max_nreg(PRODUCT_REGISTERS)
+                multiply(x, q)
+            elif tx < INVERT_BEGIN:
+                T.dec_max_nreg(SERVICE_REGISTERS)
+                if tx < FACTORS_BEGIN:
+                    load(x, q, k)
+                else:
+                    prepare(x)
             else:
+                T.inc_max_nreg(INVERT_REGISTERS)
                 invert(x, A, o)
 
     return gated_inverse

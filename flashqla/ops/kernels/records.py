@@ -1,7 +1,7 @@
 """Per-token factors of every 64-token chunk, from the cumulative gate that a forward pass returned: for a backward pass that is given A.
 
 Shapes  g [T, hv] fp32, the sum of the log gate from the start of the chunk; beta [T, hv]  ->  records [slots, hv, 9, 64] fp32 (common.py)
-Grid    a CTA per chunk and four value heads, a warp each
+Grid    a CTA per chunk and eight value heads, half a warp each
 Cost    2.8 KB of HBM per chunk and value head
 Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
 """
@@ -9,9 +9,19 @@ Source  Gated Delta Networks, arXiv 2412.06464, chunkwise form
 import tilelang
 import tilelang.language as T
 
-from flashqla.ops.kernels.common import BACKWARD_RECORD, CHUNK, CUDA_TYPES, HOPPER, MANUAL_ROLES, WARP, WARP_GROUP, cuda
+from flashqla.ops.kernels.common import (
+    BACKWARD_RECORD,
+    CHUNK,
+    CUDA_TYPES,
+    HALF_WARP,
+    HOPPER,
+    MANUAL_ROLES,
+    OWN,
+    WARP_GROUP,
+    cuda,
+)
 
-HEADS = WARP_GROUP // WARP
+HEADS = WARP_GROUP // HALF_WARP
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -32,16 +42,15 @@ def build_records(beta_dtype: str):
     ):
         with T.Kernel(slots, T.ceildiv(hv, HEADS), threads=WARP_GROUP) as (slot, by):  # slots along x: y ends at 65535
             T.import_source(cuda("records", "segments"))
-            sums = T.alloc_local((2,), "float32")
-            betas = T.alloc_local((2,), beta_dtype)
+            sums = T.alloc_local((OWN,), "float32")
+            betas = T.alloc_local((OWN,), beta_dtype)
             T.pdl_trigger()
-            head: T.int32 = by * HEADS + T.get_thread_binding() // WARP
+            head: T.int32 = by * HEADS + T.get_thread_binding() // HALF_WARP
             chunk: T.int64 = T.call_extern("int64", "flashqla::chunk_of", T.address_of(cu_seqlens[0]), offset_step, sequences, tokens, slot)
             first: T.int32 = T.cast(chunk >> 7, "int32")
-            rows: T.int32 = T.cast(chunk & 127, "int32")
-            if T.And(rows > 0, head < hv):
-                T.call_extern("handle", "flashqla::two_tokens", sums.data, T.address_of(g[0, 0]), first, g0, head, g1, rows)
-                T.call_extern("handle", "flashqla::two_tokens", betas.data, T.address_of(beta[0, 0]), first, b0, head, b1, rows)
-                T.call_extern("handle", record_of_sums, sums.data, betas.data, T.address_of(records[slot, head, 0, 0]), rows, scale)
+            rows: T.int32 = T.if_then_else(head < hv, T.cast(chunk & 127, "int32"), 0)
+            T.call_extern("handle", "flashqla::four_tokens", sums.data, T.address_of(g[0, 0]), first, g0, head, g1, rows)
+            T.call_extern("handle", "flashqla::four_tokens", betas.data, T.address_of(beta[0, 0]), first, b0, head, b1, rows)
+            T.call_extern("handle", record_of_sums, sums.data, betas.data, T.address_of(records[slot, head, 0, 0]), rows, scale)
 
     return chunk_records

@@ -68,6 +68,17 @@ __device__ __forceinline__ void zero_rows(void* tile, int first) {
   for (int at = first * 128 + (threadIdx.x & 31) * 16; at < 8192; at += 512) *reinterpret_cast<uint4*>(bytes + at) = make_uint4(0, 0, 0, 0);
 }
 
+// Brings rows of kLines * 128 bytes into L2, by a warp: what is to be copied as soon as there is room for it.
+template <int kLines> __device__ __forceinline__ void prefetch_rows(const void* rows, long long stride, int count) {
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < kLines * count; i += 32)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(rows) + i / kLines * stride + i % kLines * 128));
+}
+// The same for bytes in a row, by one lane.
+__device__ __forceinline__ void prefetch_block(const void* block, int bytes) {
+  if ((threadIdx.x & 31) == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(block), "r"(bytes));
+}
+
 // A state in registers times a number, here and now: left to the compiler, the products are put off until there are no registers for them.
 __device__ __forceinline__ void scale_in_place(float* state, float factor) {
 #pragma unroll
