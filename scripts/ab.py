@@ -2,14 +2,16 @@
 
     python scripts/ab.py base=. new=../other-tree --fwd 16/64:8192x4 --fwd 2/8:32768 --bwd 16/32:32768:zero
 
+    python scripts/ab.py base=. new=../other-tree --suite qwen
+
 A tree is a folder that holds the package `flashqla`, as `git worktree add` and `git archive` make them. A problem is
 key heads / value heads : lengths : gate; lengths as 32768, 8192x4 or 28672+4096; the gate as in `flashqla cases`,
-mixed unless another is given.
+mixed unless another is given. A suite is all rows of a published table.
 
 Of each problem and tree: whether results are bit for bit those of the first tree, and the same in a second call; the
 median of the milliseconds that `flashqla bench` would measure with the trees as backends, a CUDA graph behind a cold L2
-cache, in rounds, because a GPU is faster while it is cool; and the microseconds of each kernel (CUPTI, warm L2). Needs
-a Hopper GPU.
+cache, in rounds, because a GPU is faster while it is cool; and the microseconds of each kernel (CUPTI, warm L2). In the
+end, of each tree, its time over the first tree's in the geometric mean, by how long calls take. Needs a Hopper GPU.
 """
 
 import argparse
@@ -20,13 +22,18 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from math import inf
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+SUITES = {"qwen": "fwd", "bwd": "bwd"}  # those whose rows differ in nothing but what a problem has
+BOUNDS = (0.06, 0.1, 0.2, 0.4)  # ms, between which means are taken apart: what starts a call counts in short ones
 
 
 @dataclass(frozen=True)
@@ -202,11 +209,33 @@ def show(found: Result) -> None:
         print(f"  {'':<10} {', '.join(f'{kernel} {us}' for kernel, us in found.kernel_us[name].items())}")
 
 
+def of_suite(tree: Tree, name: str) -> list[Problem]:
+    """The rows of a suite."""
+    cases = tree.modules["flashqla.cases"].suite(name)
+    return [Problem(SUITES[name], case.hk, case.hv, case.lengths, case.gate) for case in cases]
+
+
+def show_means(results: Sequence[Result]) -> None:
+    for direction in ("fwd", "bwd"):
+        rows = [{name: median(ms) for name, ms in x.ms.items()} for x in results if x.problem.direction == direction]
+        if len(rows) < 2:
+            continue
+        base, *others = rows[0]
+        for name in others:
+            parts = []
+            for low, high in [(0.0, inf), *pairwise((0.0, *BOUNDS, inf))]:
+                ratios = [row[name] / row[base] for row in rows if low <= row[base] < high]
+                if ratios:
+                    parts.append(f"{low:g} to {high:g} ms {geometric_mean(ratios):.4f} ({len(ratios)})")
+            print(f"{direction} {name} over {base}: {', '.join(parts)}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--fwd", action="append", default=[], metavar="PROBLEM")
     parser.add_argument("--bwd", action="append", default=[], metavar="PROBLEM")
+    parser.add_argument("--suite", action="append", default=[], choices=SUITES)
     parser.add_argument("--rounds", type=int, default=12, help="fewer where they take more than 3 s [12]")
     parser.add_argument("--json", type=Path, help="also write all that was found to this file")
     chosen = parser.parse_args(arguments)
@@ -220,6 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for tree in trees.values():
         load(tree)
     logging.getLogger("tilelang").setLevel(logging.ERROR)  # it tells of each kernel that two trees share
+    for name in chosen.suite:
+        problems += of_suite(next(iter(trees.values())), name)
     results = []
     for given in problems:
         results.append(measure(trees, given, chosen.rounds))
@@ -227,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.cuda.empty_cache()
         if chosen.json:
             chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    show_means(results)
 
 
 if __name__ == "__main__":
