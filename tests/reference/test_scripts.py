@@ -112,6 +112,29 @@ def test_differences_are_told(ab: ModuleType, capsys: pytest.CaptureFixture[str]
     assert told[3].endswith("1.0000 ms  0.500  differs by 1.0e-05, AND FROM CALL TO CALL")
 
 
+@pytest.mark.parametrize("suite", ["qwen", "bwd"])
+def test_a_suite_is_all_rows_of_a_table(ab: ModuleType, suite: str) -> None:
+    tree = ab.Tree(ROOT)
+    with tree:
+        from flashqla import cases as of_tree
+    problems = ab.of_suite(tree, suite)
+    assert {problem.direction for problem in problems} == {"bwd" if suite == "bwd" else "fwd"}
+    made = [of_tree.Case(x.hk, x.hv, x.lengths, gate=x.gate).id for x in problems]
+    assert made == [case.id for case in cases.suite(suite)]  # with nothing else that a case can have
+
+
+def test_means_are_told_by_length_of_call(ab: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ab.problem("fwd", "2/8:64")
+    times = [(0.05, 0.1), (0.1, 0.05), (1.0, 0.25)]
+    ab.show_means([ab.Result(given, ms={"base": [base, base, 9.0], "new": [new]}) for base, new in times])
+    assert capsys.readouterr().out == (
+        "fwd new over base: 0 to inf ms 0.6300 (3), 0 to 0.06 ms 2.0000 (1), 0.1 to 0.2 ms 0.5000 (1), "
+        "0.4 to inf ms 0.2500 (1)\n"
+    )
+    ab.show_means([ab.Result(given, ms={"base": [1.0], "new": [1.0]})])
+    assert not capsys.readouterr().out
+
+
 def test_splits_are_tried_on_shapes_of_no_suite(splits: ModuleType) -> None:
     shapes = splits.shapes()
     assert len(shapes) == len(set(shapes)) >= 60

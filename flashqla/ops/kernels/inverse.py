@@ -120,22 +120,22 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
                 T.call_extern("handle", "flashqla::prefetch_rows<2>", T.address_of(q[item[FIRST], item[HEAD], 0]), q0 * SIZE, item[ROWS])
 
     @T.macro
-    def fetch_likely(x, item):
+    def fetch_likely(x, k, item):
         """Into L2, what the first item of this CTA is likely to ask for, while others read where sequences start: a warp each for keys, gates and betas."""
         T.call_extern("handle", "flashqla::guess", item.data, slots, hk, x.sequences, x.tokens)
         head = item[HEAD] * x.group
         if x.tx < WARP:
-            T.call_extern("handle", "flashqla::prefetch_rows<2>", T.address_of(x.k[item[FIRST], item[HEAD], 0]), k0 * SIZE, item[ROWS])
+            T.call_extern("handle", "flashqla::prefetch_rows<2>", T.address_of(k[item[FIRST], item[HEAD], 0]), k0 * SIZE, item[ROWS])
         elif x.tx < 2 * WARP:
             T.call_extern("handle", "flashqla::prefetch_rows<1>", T.address_of(x.g[item[FIRST], head]), g0 * BYTES[g_dtype], item[ROWS])
         elif x.tx < 3 * WARP:
             T.call_extern("handle", "flashqla::prefetch_rows<1>", T.address_of(x.beta[item[FIRST], head]), b0 * BYTES[beta_dtype], item[ROWS])
 
     @T.macro
-    def multiply(x, q):
+    def multiply(x, q, k):
         product = T.alloc_fragment((CHUNK, CHUNK), "float32")
         item = T.alloc_local((ITEM,), "int32")
-        fetch_likely(x, item)
+        fetch_likely(x, k, item)
         for turn in T.unroll(x.turns, unroll_factor=1):
             s = turn % KEYS
             p = turn % PRODUCTS
@@ -326,7 +326,7 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
             turns = T.alloc_var("int32")
             turns = T.call_extern("int32", "flashqla::turns", slots * hk)
             x = SimpleNamespace(
-                k=k, g=g, beta=beta, records=records, cumulative=cumulative, cu_seqlens=cu_seqlens, offset_step=offset_step, sequences=sequences,
+                g=g, beta=beta, records=records, cumulative=cumulative, cu_seqlens=cu_seqlens, offset_step=offset_step, sequences=sequences,
                 tokens=tokens, group=group, scale=scale, has_gate=has_gate, has_cumulative=has_cumulative, has_beta=has_beta,
                 a_smem=a_smem, k_smem=k_smem, products=products, norms=norms, vectors=vectors, items=items, jobs=jobs,
                 keys_ready=keys_ready, keys_free=keys_free, product_ready=product_ready, product_free=product_free,
@@ -334,7 +334,7 @@ def build_inverse(dtype: str, g_dtype: str, beta_dtype: str, l2norm: bool, backw
             )
             if tx < LOAD_BEGIN:
                 T.dec_max_nreg(PRODUCT_REGISTERS)
-                multiply(x, q)
+                multiply(x, q, k)
             elif tx < INVERT_BEGIN:
                 T.dec_max_nreg(SERVICE_REGISTERS)
                 if tx < FACTORS_BEGIN:

@@ -40,7 +40,7 @@ __device__ __forceinline__ void put_record(float* record, const float* sum, floa
 // either half has a record of its own; none where there are no rows.
 template <typename Beta>
 __device__ __forceinline__ void record_of_sums(const float* cumulative, const Beta* betas, float* record, int rows, float scale) {
-  const float lowest = -126.f * 64.f;  // what a chunk of resets sums to, see chunk_factors
+  const float lowest = -126.f * 64.f;  // what a chunk of resets sums to, see chunk_vectors
   const int last = max(rows - 1, 0), half = threadIdx.x & 16;
   const float one[4] = {1.f, 1.f, 1.f, 1.f}, zero[4] = {};
   float sum[4], beta[4];
