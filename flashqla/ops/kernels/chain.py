@@ -126,14 +126,12 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         if T.Or(reverse, (x.chunks_before + i) & 1 == 0):
             T.barrier_wait(x.s_free[0], (n & 1) ^ 1)
             T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
-            T.fence_proxy_async()
             T.barrier_arrive(x.s_ready[0])
 
     @T.macro
     def hand_out_y(Y, i, x, w):
         T.barrier_wait(x.y_free[0], (i & 1) ^ 1)
-        T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.y_smem[w, 0, 0]), Y.data)
-        T.fence_proxy_async()
+        T.call_extern("handle", "flashqla::store_transposed", T.access_ptr(x.y_smem[w, 0, 0], "r"), Y.data)
         T.barrier_arrive(x.y_ready[0])
 
     @T.macro
@@ -289,6 +287,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 n = i if reverse else i // 2  # states before it
                 slot = x.slot + chunk if reverse else x.pair + (x.chunks_before + i) // 2
                 T.barrier_wait(x.s_ready[0], n & 1)
+                T.fence_proxy_async()  # here, for all who wrote: the state warpgroups have no time for it
                 for w in T.unroll(groups):
                     row = x.first_column + w * TILE
                     for half in T.unroll(HALVES):
@@ -297,6 +296,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 T.barrier_arrive(x.s_free[0])
             T.barrier_wait(x.y_ready[0], i & 1)
             if chunk * CHUNK + CHUNK <= x.length:
+                T.fence_proxy_async()
                 for w in T.unroll(groups):
                     column = x.first_column + w * TILE
                     T.tma_copy(x.y_smem[w, :, :], y[first:first + CHUNK, x.head, column:column + TILE])

@@ -135,12 +135,11 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
     def put_o(O, i, x, w):
         O_out = T.alloc_fragment((TILE, CHUNK), dtype)
         T.copy(O, O_out)
-        # Said to be read: a write would make TileLang put a fence before the next product. The one that is needed stands in publish_o.
+        # Said to be read: a write would make TileLang put a fence before the next product. The one that is needed stands in STORE.
         T.call_extern("handle", "flashqla::store_transposed", T.access_ptr(x.o_smem[i % OUT_STAGES, w, 0, 0], "r"), O_out.data)
 
     @T.macro
     def publish_o(i, x):
-        T.fence_proxy_async()
         T.barrier_arrive(x.o_ready[i % OUT_STAGES])
 
     @T.macro
@@ -362,6 +361,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             first = x.bos + i * CHUNK
             T.barrier_wait(x.o_ready[p], (i // OUT_STAGES) & 1)
             if i * CHUNK + CHUNK <= x.length:
+                T.fence_proxy_async()  # here, for all who wrote: the state warpgroups have no time for it
                 for w in T.unroll(groups):
                     column = x.first_column + w * TILE
                     T.tma_copy(x.o_smem[p, w, :, :], o[first:first + CHUNK, x.head, column:column + TILE])
