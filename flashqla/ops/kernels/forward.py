@@ -112,13 +112,20 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         T.copy(x.record_smem[s, row, :], factor)
 
     @T.macro
+    def prediction_error(W, V, X, decay):
+        """W = V - decay X, X = K S."""
+        for v, t in T.Parallel(TILE, CHUNK):
+            W[v, t] = V[v, t] - X[v, t] * decay[t]
+
+    @T.macro
     def scale_columns(to, tokens_of, factor):
         for v, t in T.Parallel(TILE, CHUNK):
             to[v, t] = tokens_of[v, t] * factor[t]
 
     @T.macro
     def decay_state(S, s, x):
-        T.call_extern("handle", "flashqla::scale_in_place", S.data, x.record_smem[s, CHUNK_DECAY, 0], x.once)
+        for v, k in T.Parallel(TILE, HEAD_DIM):
+            S[v, k] = S[v, k] * x.record_smem[s, CHUNK_DECAY, 0]
 
     @T.macro
     def load_v(V, s, x, w):
@@ -136,8 +143,8 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         T.barrier_arrive(x.o_ready[i % OUT_STAGES])
 
     @T.macro
-    def enter(i, leaving, s, last, turn, S, S_in, X, O, V, wide_V, decay, x, w):
-        """Start chunk i, in stage s, with X = K S, its V and the decays; while that runs, finish the output of the chunk before, in stage `last`, whose P U is under
+    def enter(i, leaving, s, last, turn, S, S_in, X, O, V, x, w):
+        """Start chunk i, in stage s, with X = K S; while that runs, finish the output of the chunk before, in stage `last`, whose P U is under
         way when `leaving`. `turn`: parity of the times that stage s was filled.
 
         Nothing is under way afterwards. That is where the loop turns: wgmma across its back edge would be serialized.
@@ -155,8 +162,6 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             put_o(O, i - 1, x, w)
             publish_o(i - 1, x)
         load_v(V, s, x, w)
-        T.call_extern("handle", "flashqla::widened", wide_V.data, V.data, x.once)
-        load_factor(decay, DECAY, s, x)
         T.wait_wgmma(0)
 
     @T.macro
@@ -169,8 +174,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
         O = T.alloc_fragment((TILE, CHUNK), "float32")
-        V = T.alloc_local((TILE * CHUNK // WARP_GROUP,), dtype)
-        wide_V = T.alloc_fragment((TILE, CHUNK), "float32")
+        V = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
         U = T.alloc_fragment((TILE, CHUNK), dtype)
         decay = T.alloc_fragment((CHUNK,), "float32")
@@ -183,10 +187,10 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         turn = 0
         read_state(S, x, w)
         if x.chunks > 0:
-            enter(0, False, s, s, turn, S, S_in, X, O, V, wide_V, decay, x, w)
+            enter(0, False, s, s, turn, S, S_in, X, O, V, x, w)
             for i in T.unroll(x.chunks, unroll_factor=1):
-                for v, t in T.Parallel(TILE, CHUNK):
-                    W[v, t] = wide_V[v, t] - X[v, t] * decay[t]
+                load_factor(decay, DECAY, s, x)
+                prediction_error(W, V, X, decay)
                 T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
                 T.wgmma_gemm(S_in, x.q_smem[s, :, :], O, transpose_B=True, clear_accum=True)
                 load_factor(key_decay, KEY_DECAY, s, x)
@@ -203,7 +207,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 last = s
                 s = T.if_then_else(last == STAGES - 1, 0, last + 1)
                 turn = T.if_then_else(last == STAGES - 1, turn ^ 1, turn)
-                enter(i + 1, True, s, last, turn, S, S_in, X, O, V, wide_V, decay, x, w)
+                enter(i + 1, True, s, last, turn, S, S_in, X, O, V, x, w)
         write_state(S, x, w)
 
     @T.macro
@@ -216,7 +220,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
         O = T.alloc_fragment((TILE, CHUNK), "float32")
-        V = T.alloc_local((TILE * CHUNK // WARP_GROUP,), dtype)
+        V = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
         U = T.alloc_fragment((TILE, CHUNK), dtype)
         decay = T.alloc_fragment((CHUNK,), "float32")
@@ -242,7 +246,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             T.wait_wgmma(0)
             load_factor(decay, DECAY, s, x)
             load_factor(out_scale, OUT_SCALE, s, x)
-            T.call_extern("handle", "flashqla::subtract_scaled", W.data, V.data, X.data, decay.data)
+            prediction_error(W, V, X, decay)
             T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             scale_columns(O, O, out_scale)
             T.wgmma_gemm(W, x.p_smem[i % OUT_STAGES, :, :], O, transpose_B=True)
@@ -428,8 +432,6 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
             # Slots past the last segment of a sequence have neither an end nor chunks.
             if T.And(has_final_state != 0, T.And(found[BEHIND] == 0, T.Or(length > 0, index == 0))):
                 ended = sequence
-            once = T.alloc_var("int32")
-            once = T.call_extern("int32", "flashqla::once", parts)
             early = T.alloc_var("int32")  # chunks whose tokens may be loaded at once
             early = T.min(T.truncdiv(length, CHUNK), STAGES)
             x = SimpleNamespace(
@@ -438,7 +440,7 @@ def build_forward(v_tile: int, dtype: str, state_dtype: str, output_h: bool):
                 in_ready=in_ready, in_free=in_free, p_ready=p_ready, p_free=p_free, o_ready=o_ready, o_free=o_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, segment=segment, parts=parts, index=index, head=head, k_head=k_head, first_column=(bx % slices) * v_tile,
                 slot=found[SLOT], bos=first, length=length, chunks=T.ceildiv(length, CHUNK), first_chunk=first_chunk,
-                ended=ended, has_initial_state=has_initial_state, early=early, once=once,
+                ended=ended, has_initial_state=has_initial_state, early=early,
             )
             if tx >= SCORE_END:
                 if tx < LOAD_END:  # what no kernel before writes
