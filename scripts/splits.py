@@ -11,7 +11,7 @@ sequences, and than the best plan, the chosen ones take. Needs a Hopper GPU, and
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -85,12 +85,13 @@ def times(case: cases.Case, direction: plan.Direction) -> dict[str, Any]:
     chosen, whole = (gated_delta_rule._plan(replace(problem, auto_cp=auto_cp), direction) for auto_cp in (True, False))
     plans = {name(tried): tried for tried in (whole, chosen, *fixed_splits(chosen, case.lengths, direction))}
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-    calls: dict[str, Callable[[], object]] = {
-        of: partial(launch_backward.backward, problem, tried, given.do, given.dht, None, sm_count)
-        if direction == "backward"
-        else partial(launch.forward, problem, tried)
-        for of, tried in plans.items()
-    }
+
+    def run(tried: plan.Plan) -> object:
+        if given.do is None:
+            return launch.forward(problem, tried)
+        return launch_backward.backward(problem, tried, given.do, given.dht, None, sm_count)
+
+    calls = {of: partial(run, tried) for of, tried in plans.items()}
     for call in calls.values():
         call()  # compiles
     ms, kernel_us = {}, {}

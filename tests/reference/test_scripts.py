@@ -15,10 +15,11 @@ from flashqla import cases
 from flashqla.ops import plan
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
 
 
 def script(name: str) -> ModuleType:
-    spec = spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
+    spec = spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
     assert spec
     assert spec.loader
     module = sys.modules[spec.name] = module_from_spec(spec)  # where dataclasses look for it
@@ -33,7 +34,9 @@ def ab() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def splits() -> ModuleType:
-    return script("splits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)  # as Python has it for a script: this one imports its neighbour
+        return script("splits")
 
 
 def test_problems_are_read(ab: ModuleType) -> None:
@@ -139,10 +142,18 @@ def test_splits_are_tried_on_shapes_of_no_suite(splits: ModuleType) -> None:
     shapes = splits.shapes()
     assert len(shapes) == len(set(shapes)) >= 60
     assert not {(case.hk, case.hv, case.lengths) for case in cases.suite("qwen")} & set(shapes)
-    for _, hv, lengths in shapes:
-        chosen = plan.make(hv=hv, seqlens=lengths, tokens=sum(lengths))
-        for fixed in splits.fixed_splits(chosen, lengths):
-            assert fixed.kernels == plan.SPLIT_KERNELS["forward"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_fixed_splits_are_plans_of_their_direction(splits: ModuleType, direction: plan.Direction) -> None:
+    tried = splits.of_suite("bwd")
+    assert len(tried) == 48
+    for _, hv, lengths in [*splits.shapes(), *tried]:
+        chosen = plan.make(hv=hv, seqlens=lengths, tokens=sum(lengths), direction=direction)
+        fixed_splits = splits.fixed_splits(chosen, lengths, direction)
+        assert len({splits.name(fixed) for fixed in fixed_splits}) == len(fixed_splits)
+        for fixed in fixed_splits:
+            assert fixed.kernels == plan.SPLIT_KERNELS[direction]
             assert plan.SHORTEST_SEGMENT * fixed.parts <= fixed.segment_chunks <= max(lengths) // 64 + 1
 
 
@@ -160,9 +171,11 @@ def test_a_summary_of_splits(splits: ModuleType) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, on which they would run")
 @pytest.mark.parametrize(("name", "arguments"), [("ab", [f"base={ROOT}", "--fwd", "2/8:64"]), ("splits", [])])
-def test_scripts_need_a_gpu(name: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_scripts_need_a_gpu(
+    name: str, arguments: list[str], request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        script(name).main(arguments)
+        request.getfixturevalue(name).main(arguments)
     assert ended.value.code == 2
     assert "there is no Hopper GPU here" in capsys.readouterr().err
 
