@@ -57,15 +57,19 @@ from flashqla.ops.kernels.common import (
 )
 from flashqla.ops.kernels.roles import (
     QK_STAGES,
+    STAGES,
+    decay_state,
     load_v,
+    prediction_error,
     release,
+    scale_columns,
     score,
 )
 from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, PAIR, SEQUENCE, SLOT, find_segment
 
 HALVES = HEAD_DIM // TILE
 # Registers a thread of STATE, SCORE (reverse only) and the rest, by direction and number of state warpgroups: no more than the CTA starts with.
-REGISTERS = {(False, 1): (216, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 40), (True, 2): (192, 88, 40)}
+REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 40), (True, 2): (192, 88, 40)}
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -76,7 +80,6 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     slices = HEAD_DIM // v_tile
     first_apart = reverse and dtype == "float16"  # the decay of a chunk's first token
     state_registers, score_registers, service_registers = REGISTERS[reverse, groups]
-    stages = 3 if reverse and groups == 1 else 2  # of the rings of v, A and P
     ctas_per_sm = 2 if not reverse and groups == 1 else 1
     STATE_END = groups * WARP_GROUP
     SCORE_END = STATE_END + (WARP_GROUP if reverse else 0)
@@ -128,150 +131,47 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     @T.macro
     def hand_out_y(Y, i, x, w):
         T.barrier_wait(x.y_free[0], (i & 1) ^ 1)
-        T.call_extern("handle", "flashqla::store_transposed", T.address_of(x.y_smem[w, 0, 0]), Y.data)
+        T.call_extern("handle", "flashqla::store_transposed", T.access_ptr(x.y_smem[w, 0, 0], "r"), Y.data)
         T.barrier_arrive(x.y_ready[0])
 
     @T.macro
     def state_forward(x, w):
-        """Whatever can be waited for, read or written beside a product is: what stands between two of them is the path from state to state."""
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
         V = T.alloc_fragment((TILE, CHUNK), dtype)
-        beta_V = T.alloc_fragment((TILE, CHUNK), "float32")
         W = T.alloc_fragment((TILE, CHUNK), dtype)
-        factor = T.alloc_fragment((CHUNK,), "float32")
         read_state(S, x, w)
-        T.copy(S, S_in)
-        if x.chunks > 0:
-            T.barrier_wait(x.qk_ready[0], 0)
-            for i in T.unroll(x.chunks, unroll_factor=1):
-                s = i % QK_STAGES
-                T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
-                T.copy(x.record_smem[s, BETA, :], factor)
-                load_v(V, i, x, w)
-                T.call_extern("handle", "flashqla::scaled_columns", beta_V.data, V.data, factor.data, x.once)
-                T.copy(x.record_smem[s, BETA_DECAY, :], factor)
-                T.wait_wgmma(0)
-                for v, t in T.Parallel(TILE, CHUNK):
-                    W[v, t] = beta_V[v, t] - X[v, t] * factor[t]
-                T.wgmma_gemm(W, x.a_smem[i % stages, :, :], X, transpose_B=True, clear_accum=True)
-                T.copy(x.record_smem[s, KEY_DECAY, :], factor)
-                hand_out_state(S_in, i, x, w)
-                T.call_extern("handle", "flashqla::scale_in_place", S.data, x.record_smem[s, CHUNK_DECAY, 0], x.once)
-                T.wait_wgmma(0)
-                for v, t in T.Parallel(TILE, CHUNK):
-                    W[v, t] = X[v, t] * factor[t]
-                T.wgmma_gemm(W, x.k_smem[s, :, :], S)
-                T.barrier_arrive(x.va_free[i % stages])
-                T.copy(X, V)
-                hand_out_y(V, i, x, w)
-                T.barrier_wait(x.qk_ready[(i + 1) % QK_STAGES], ((i + 1) // QK_STAGES) & 1)  # after the last chunk LOAD says so for nothing
-                T.wait_wgmma(0)
-                release(x, x.qk_free, s)
-                T.copy(S, S_in)
-
-    @T.macro
-    def decay_gradient(dS, first, s, x):
-        decay = T.exp2(x.record_smem[s, CHUNK_DECAY, 1] - first) if first_apart else x.record_smem[s, CHUNK_DECAY, 0]
-        T.call_extern("handle", "flashqla::scale_in_place", dS.data, decay, x.once)
-
-    @T.macro
-    def load_query_factors(factor, first, s, x):
-        """scale decay of every token, but for the decay of the first one if that stays apart."""
-        if first_apart:
-            T.copy(x.record_smem[s, ROW_LOG, :], factor)
-            for t in T.Parallel(CHUNK):
-                factor[t] = T.exp2(factor[t] - first) * x.scale
-        else:
-            T.copy(x.record_smem[s, OUT_SCALE, :], factor)
-
-    @T.macro
-    def load_key_factors(factor, first, s, x):
-        """-beta decay of every token, but for the decay of the first one if that stays apart."""
-        if first_apart:
-            T.copy(x.record_smem[s, KEY_LOG, :], factor)
-            for t in T.Parallel(CHUNK):
-                factor[t] = T.exp2(factor[t] - first) * x.record_smem[s, BETA, t]
-        else:
-            T.copy(x.record_smem[s, BETA_DECAY, :], factor)
-        T.call_extern("handle", "flashqla::negate", factor.data)
-
-    @T.macro
-    def hand_out_beta_dy(Y, dY, i, s, x, w):
-        factor = T.alloc_fragment((CHUNK,), "float32")
-        T.copy(x.record_smem[s, BETA, :], factor)
-        for v, t in T.Parallel(TILE, CHUNK):
-            Y[v, t] = dY[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
-        hand_out_y(Y, i, x, w)
-
-    @T.macro
-    def begin_output_part(dO, output_part, i, x, w):
-        """P^T dO of chunk i, which nothing that comes before it in the recurrence has a part in."""
-        load_v(dO, i, x, w)
-        T.barrier_wait(x.p_ready[i % stages], (i // stages) & 1)
-        T.wgmma_gemm(dO, x.p_smem[i % stages, :, :], output_part, clear_accum=True)
-
-    @T.macro
-    def state_reverse_alone(x, w):
-        """One state warpgroup: P^T dO of a chunk runs beside the end of the one before, Q^T dO under the conversion of dY, and whatever can be
-        waited for, read or written beside a product is.
-
-        Nothing is under way where the loop turns: wgmma across its back edge would be serialized. The loop ends with the beginning of one chunk
-        more than there is, on whatever stands in shared memory.
-        """
-        S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
-        S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
-        X = T.alloc_fragment((TILE, CHUNK), "float32")
-        dO = T.alloc_fragment((TILE, CHUNK), dtype)  # of the chunk to come
-        dO_in = T.alloc_fragment((TILE, CHUNK), dtype)  # scaled
-        output_part = T.alloc_fragment((TILE, CHUNK), "float32")
-        W = T.alloc_fragment((TILE, CHUNK), dtype)
-        factor = T.alloc_fragment((CHUNK,), "float32")
-        read_state(S, x, w)
-        T.copy(S, S_in)
-        if x.chunks > 0:
-            begin_output_part(dO, output_part, 0, x, w)
-            T.barrier_wait(x.qk_ready[0], 0)
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            s = i % QK_STAGES
+            T.copy(S, S_in)
+            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
+            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            load_v(V, i, x, w)
             T.wait_wgmma(0)
-            for i in T.unroll(x.chunks, unroll_factor=1):
-                s = i % QK_STAGES
-                T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
-                release(x, x.p_free, i % stages)
-                first: T.float32 = (x.record_smem[s, KEY_LOG, 0] + x.record_smem[s, COL_LOG, 0]) * 0.5 if first_apart else 0.0
-                load_query_factors(factor, first, s, x)
-                T.call_extern("handle", "flashqla::scaled_columns", dO_in.data, dO.data, factor.data, x.once)
-                decay_gradient(S, first, s, x)
-                T.copy(x.record_smem[s, KEY_DECAY, :], factor)
-                if not summary:
-                    hand_out_state(S_in, i, x, w)
-                T.wait_wgmma(0)
-                for v, t in T.Parallel(TILE, CHUNK):
-                    W[v, t] = X[v, t] * factor[t] + output_part[v, t]
-                T.wgmma_gemm(W, x.a_smem[i % stages, :, :], X, clear_accum=True)
-                T.wgmma_gemm(dO_in, x.q_smem[s, :, :], S)
-                load_key_factors(factor, first, s, x)
-                T.wait_wgmma(1)  # dY; Q^T dO goes on
-                T.barrier_arrive(x.va_free[i % stages])
-                for v, t in T.Parallel(TILE, CHUNK):
-                    W[v, t] = X[v, t] * factor[t]
-                T.wgmma_gemm(W, x.k_smem[s, :, :], S)
-                begin_output_part(dO, output_part, i + 1, x, w)
-                if not summary:
-                    T.wait_wgmma(2)  # Q^T dO
-                    hand_out_beta_dy(dO_in, X, i, s, x, w)
-                T.barrier_wait(x.qk_ready[(i + 1) % QK_STAGES], ((i + 1) // QK_STAGES) & 1)
-                T.wait_wgmma(1)  # the update; P^T dO goes on
-                release(x, x.qk_free, s)
-                if first_apart:
-                    T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first), x.once)
-                T.copy(S, S_in)
-                T.wait_wgmma(0)
-        write_state(S, x, w)
+            prediction_error(W, V, X, i, x)
+            T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
+            hand_out_state(S_in, i, x, w)
+            decay_state(S, i, x)
+            T.wait_wgmma(0)
+            T.barrier_arrive(x.va_free[i % STAGES])
+            scale_columns(W, X, KEY_DECAY, i, x)
+            T.wgmma_gemm(W, x.k_smem[s, :, :], S)
+            T.copy(X, V)
+            hand_out_y(V, i, x, w)
+            T.wait_wgmma(0)
+            release(x, x.qk_free, s)
 
     @T.macro
-    def state_reverse_of_two(x, w):
-        """One of two state warpgroups: while one converts, the other multiplies. There are no registers for P^T dO apart from K dS."""
+    def decay_gradient(dS, first, s, i, x):
+        if first_apart:
+            T.call_extern("handle", "flashqla::scale_in_place", dS.data, T.exp2(x.record_smem[s, CHUNK_DECAY, 1] - first))
+        else:
+            decay_state(dS, i, x)
+
+    @T.macro
+    def state_reverse(x, w):
+        """P^T dO runs beside K dS where there are registers for both, and Q^T dO under the conversion of dY: off the path from state to state."""
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
@@ -281,41 +181,63 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         read_state(S, x, w)
         for i in T.unroll(x.chunks, unroll_factor=1):
             s = i % QK_STAGES
-            p = i % stages
+            p = i % STAGES
             T.copy(S, S_in)
             T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             load_v(dO, i, x, w)
-            T.barrier_wait(x.p_ready[p], (i // stages) & 1)
+            T.barrier_wait(x.p_ready[p], (i // STAGES) & 1)
             T.copy(x.record_smem[s, KEY_DECAY, :], factor)
             first: T.float32 = (x.record_smem[s, KEY_LOG, 0] + x.record_smem[s, COL_LOG, 0]) * 0.5 if first_apart else 0.0
-            T.wait_wgmma(0)
-            for v, t in T.Parallel(TILE, CHUNK):
-                X[v, t] = X[v, t] * factor[t]
-            T.wgmma_gemm(dO, x.p_smem[p, :, :], X)
-            decay_gradient(S, first, s, x)
-            load_query_factors(factor, first, s, x)
-            T.wait_wgmma(0)
-            T.copy(X, W)
+            if groups == 1:
+                output_part = T.alloc_fragment((TILE, CHUNK), "float32")
+                T.wgmma_gemm(dO, x.p_smem[p, :, :], output_part, clear_accum=True)
+                decay_gradient(S, first, s, i, x)
+                T.wait_wgmma(0)
+                for v, t in T.Parallel(TILE, CHUNK):
+                    W[v, t] = X[v, t] * factor[t] + output_part[v, t]
+            else:
+                T.wait_wgmma(0)
+                for v, t in T.Parallel(TILE, CHUNK):
+                    X[v, t] = X[v, t] * factor[t]
+                T.wgmma_gemm(dO, x.p_smem[p, :, :], X)
+                decay_gradient(S, first, s, i, x)
+                T.wait_wgmma(0)
+                T.copy(X, W)
             release(x, x.p_free, p)
             T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
-            T.call_extern("handle", "flashqla::scaled_columns", dO.data, dO.data, factor.data, x.once)
+            if first_apart:
+                T.copy(x.record_smem[s, ROW_LOG, :], factor)
+                for t in T.Parallel(CHUNK):
+                    factor[t] = T.exp2(factor[t] - first) * x.scale
+                for v, t in T.Parallel(TILE, CHUNK):
+                    dO[v, t] = dO[v, t] * factor[t]
+            else:
+                scale_columns(dO, dO, OUT_SCALE, i, x)
             T.wgmma_gemm(dO, x.q_smem[s, :, :], S)
             if not summary:
                 hand_out_state(S_in, i, x, w)
-            load_key_factors(factor, first, s, x)
             T.wait_wgmma(1)  # dY; Q^T dO goes on
             T.barrier_arrive(x.va_free[p])
+            if first_apart:
+                T.copy(x.record_smem[s, KEY_LOG, :], factor)
+                for t in T.Parallel(CHUNK):
+                    factor[t] = T.exp2(factor[t] - first) * x.record_smem[s, BETA, t]
+            else:
+                T.copy(x.record_smem[s, BETA_DECAY, :], factor)
             for v, t in T.Parallel(TILE, CHUNK):
-                W[v, t] = X[v, t] * factor[t]
+                W[v, t] = -X[v, t] * factor[t]
             T.wgmma_gemm(W, x.k_smem[s, :, :], S)
             if not summary:
+                T.copy(x.record_smem[s, BETA, :], factor)
                 T.wait_wgmma(1)  # Q^T dO; the update goes on
-                hand_out_beta_dy(dO, X, i, s, x, w)
+                for v, t in T.Parallel(TILE, CHUNK):
+                    dO[v, t] = X[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
+                hand_out_y(dO, i, x, w)
             T.wait_wgmma(0)
             release(x, x.qk_free, s)
             if first_apart:
-                T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first), x.once)
+                T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first))
         write_state(S, x, w)
 
     @T.macro
@@ -334,11 +256,11 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     def load(x):
         for i in T.unroll(x.chunks, unroll_factor=1):
             s = i % QK_STAGES
-            p = i % stages
+            p = i % STAGES
             chunk = x.chunks - 1 - i if reverse else i
             rows = x.length - chunk * CHUNK
             T.barrier_wait(x.qk_free[s], ((i // QK_STAGES) & 1) ^ 1)
-            T.barrier_wait(x.va_free[p], ((i // stages) & 1) ^ 1)
+            T.barrier_wait(x.va_free[p], ((i // STAGES) & 1) ^ 1)
             if rows >= CHUNK:
                 load_tiles(chunk, s, p, x, (x.qk_ready, x.va_ready), s, p)
             else:  # the rows past the end belong to another sequence, or to nobody: zeros leave the state alone
@@ -355,11 +277,6 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 T.fence_proxy_async()
             T.barrier_arrive(x.qk_ready[s])
             T.barrier_arrive(x.va_ready[p])
-        if x.chunks > 0:  # STATE waits for one chunk more than there is
-            T.barrier_wait(x.qk_free[x.chunks % QK_STAGES], ((x.chunks // QK_STAGES) & 1) ^ 1)
-            T.barrier_wait(x.va_free[x.chunks % stages], ((x.chunks // stages) & 1) ^ 1)
-            T.barrier_arrive(x.qk_ready[x.chunks % QK_STAGES])
-            T.barrier_arrive(x.va_ready[x.chunks % stages])
 
     @T.macro
     def store(x, states, y):
@@ -419,24 +336,24 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             T.import_source(cuda("tiles", "segments"))
             k_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
             record_smem = T.alloc_shared((QK_STAGES, BACKWARD_RECORD, CHUNK), "float32")
-            v_smem = T.alloc_shared((stages, groups, CHUNK, TILE), dtype)
-            a_smem = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
+            v_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
+            a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
             s_smem = T.alloc_shared((groups, HALVES, TILE, TILE), dtype)
             y_smem = T.alloc_shared((groups, CHUNK, TILE), dtype)
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_smem, s_smem, y_smem)})
             T.annotate_min_blocks_per_sm(ctas_per_sm)
             if reverse:
                 q_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
-                p_smem = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
-                p_ready = T.alloc_barrier([WARP_GROUP] * stages)  # SCORE -> STATE
-                p_free = T.alloc_barrier([STATE_END // WARP] * stages)  # STATE -> SCORE
+                p_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+                p_ready = T.alloc_barrier([WARP_GROUP] * STAGES)  # SCORE -> STATE
+                p_free = T.alloc_barrier([STATE_END // WARP] * STAGES)  # STATE -> SCORE
             else:
                 q_smem = p_smem = p_ready = p_free = None
             qk_ready = T.alloc_barrier([WARP] * QK_STAGES)  # LOAD -> STATE, SCORE
             qk_free = T.alloc_barrier([QK_READERS] * QK_STAGES)  # STATE, SCORE -> LOAD
-            va_ready = T.alloc_barrier([WARP] * stages)  # LOAD -> STATE
+            va_ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
             # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
-            va_free = T.alloc_barrier([STATE_END] * stages)  # STATE -> LOAD
+            va_free = T.alloc_barrier([STATE_END] * STAGES)  # STATE -> LOAD
             s_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
             s_free = T.alloc_barrier([WARP])  # STORE -> STATE
             y_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
@@ -468,8 +385,6 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                     if T.Or(chunks < end, end * CHUNK < length):
                         is_inner = 1
                     chunks = chunks - before  # negative where it is forgotten in front
-            once = T.alloc_var("int32")
-            once = T.call_extern("int32", "flashqla::once", parts)
             if leads:
                 T.pdl_sync()  # until what the kernels before wrote is there
                 T.pdl_trigger()  # by then it is there for the forward kernel too
@@ -481,20 +396,18 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 tx=tx, sequence=sequence, row=by if summary else (by + 1) * parts if reverse else by * parts - 1, head=head, k_head=k_head,
                 first_column=(bx % slices) * v_tile, slot=slot + before, pair=found[PAIR], chunks_before=index * segment_chunks, bos=first + before * CHUNK,
                 length=length - before * CHUNK, chunks=chunks, is_first=index == 0, is_inner=is_inner,
-                has_entering=has_entering, has_leaving=has_leaving, scale=scale, once=once, stages=stages,
+                has_entering=has_entering, has_leaving=has_leaving, scale=scale,
             )
             if tx < WARP_GROUP:
                 T.inc_max_nreg(state_registers)
-                if reverse and groups == 1:
-                    state_reverse_alone(x, 0)
-                elif reverse:
-                    state_reverse_of_two(x, 0)
+                if reverse:
+                    state_reverse(x, 0)
                 else:
                     state_forward(x, 0)
             elif tx < STATE_END:
                 T.inc_max_nreg(state_registers)
                 if reverse:
-                    state_reverse_of_two(x, 1)
+                    state_reverse(x, 1)
                 else:
                     state_forward(x, 1)
             elif tx < SCORE_END:

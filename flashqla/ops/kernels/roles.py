@@ -6,9 +6,10 @@ shared memory, barriers, thread index, sizes.
 
 import tilelang.language as T
 
-from flashqla.ops.kernels.common import CHUNK, COL_LOG, ROW_LOG, WARP
+from flashqla.ops.kernels.common import BETA, BETA_DECAY, CHUNK, CHUNK_DECAY, COL_LOG, HEAD_DIM, ROW_LOG, TILE, WARP
 
 QK_STAGES = 3  # of q, k and record: with two, loads are late; four do not fit
+STAGES = 2  # of all other rings
 
 
 @T.macro
@@ -20,10 +21,36 @@ def release(x, barrier, stage):
 
 
 @T.macro
+def scale_columns(to, tokens_of, row, i, x):
+    """to[v, t] = tokens_of[v, t] * record[row, t]"""
+    factor = T.alloc_fragment((CHUNK,), "float32")
+    T.copy(x.record_smem[i % QK_STAGES, row, :], factor)
+    for v, t in T.Parallel(TILE, CHUNK):
+        to[v, t] = tokens_of[v, t] * factor[t]
+
+
+@T.macro
+def prediction_error(W, V, X, i, x):
+    """W = beta V - beta decay X, X = K S."""
+    beta = T.alloc_fragment((CHUNK,), "float32")
+    beta_decay = T.alloc_fragment((CHUNK,), "float32")
+    T.copy(x.record_smem[i % QK_STAGES, BETA, :], beta)
+    T.copy(x.record_smem[i % QK_STAGES, BETA_DECAY, :], beta_decay)
+    for v, t in T.Parallel(TILE, CHUNK):
+        W[v, t] = V[v, t] * beta[t] - X[v, t] * beta_decay[t]
+
+
+@T.macro
+def decay_state(S, i, x):
+    for v, k in T.Parallel(TILE, HEAD_DIM):
+        S[v, k] = S[v, k] * x.record_smem[i % QK_STAGES, CHUNK_DECAY, 0]
+
+
+@T.macro
 def load_v(V, i, x, w):
     """V^T of 64 columns into registers, when it is there."""
-    T.barrier_wait(x.va_ready[i % x.stages], (i // x.stages) & 1)
-    T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[i % x.stages, w, 0, 0], "r"))
+    T.barrier_wait(x.va_ready[i % STAGES], (i // STAGES) & 1)
+    T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[i % STAGES, w, 0, 0], "r"))
 
 
 @T.macro
@@ -44,11 +71,8 @@ def score(x, scale, dtype):
         # Above the diagonal the exponential may overflow: a choice, not a product with 0.
         for t, u in T.Parallel(CHUNK, CHUNK):
             P[t, u] = T.if_then_else(u <= t, P[t, u] * (T.exp2(row[t] - col[u]) * scale), 0.0)
-        T.barrier_wait(x.p_free[i % x.stages], ((i // x.stages) & 1) ^ 1)
+        T.barrier_wait(x.p_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
         T.copy(P, P_out)
-        T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % x.stages, 0, 0]), P_out.data)
+        T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % STAGES, 0, 0]), P_out.data)
         T.fence_proxy_async()
-        T.barrier_arrive(x.p_ready[i % x.stages])
-    if x.chunks > 0:  # STATE waits for one chunk more than there is
-        T.barrier_wait(x.p_free[x.chunks % x.stages], ((x.chunks // x.stages) & 1) ^ 1)
-        T.barrier_arrive(x.p_ready[x.chunks % x.stages])
+        T.barrier_arrive(x.p_ready[i % STAGES])

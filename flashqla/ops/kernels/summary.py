@@ -27,7 +27,6 @@ from tilelang.layout import make_swizzled_layout
 from flashqla.ops.kernels.common import (
     BACKWARD_RECORD,
     BETA,
-    BETA_DECAY,
     CHUNK,
     CHUNK_DECAY,
     DECAY,
@@ -80,10 +79,10 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
-        V = T.alloc_local((TILE * CHUNK // WARP_GROUP,), dtype)
+        V = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
-        beta_V = T.alloc_fragment((TILE, CHUNK), "float32")  # V where beta is part of A
-        factor = T.alloc_fragment((CHUNK,), "float32")
+        decay = T.alloc_fragment((CHUNK,), "float32")
+        key_decay = T.alloc_fragment((CHUNK,), "float32")
         T.clear(S)
         if x.is_transition:
             for v, k in T.Parallel(TILE, HEAD_DIM):
@@ -93,35 +92,32 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
                 S[v, k] = T.cast(initial_state[x.sequence, x.head, k, first_row + v], "float32")
         if state_dtype != "float32":  # or ptxas keeps the narrow values, widens them in the loop, and serializes its products
             T.warpgroup_fence_operand(S, num_regs=TILE * HEAD_DIM // WARP_GROUP)
-        T.copy(S, S_in)
-        T.barrier_wait(x.ready[0], 0)
         for i in T.unroll(x.count, unroll_factor=1):
             s = i % STAGES
+            T.copy(S, S_in)
+            T.barrier_wait(x.ready[s], (i // STAGES) & 1)
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[s, w, 0, 0], "r"))
+            T.wait_wgmma(0)
+            T.copy(x.record_smem[s, DECAY, :], decay)
+            for v, t in T.Parallel(TILE, CHUNK):
+                W[v, t] = V[v, t] - X[v, t] * decay[t]
             if backward:
-                T.copy(x.record_smem[s, BETA, :], factor)
-                T.call_extern("handle", "flashqla::scaled_columns", beta_V.data, V.data, factor.data, x.once)
-                T.copy(x.record_smem[s, BETA_DECAY, :], factor)
-            else:
-                T.call_extern("handle", "flashqla::widened", beta_V.data, V.data, x.once)
-                T.copy(x.record_smem[s, DECAY, :], factor)
-            T.wait_wgmma(0)
-            for v, t in T.Parallel(TILE, CHUNK):
-                W[v, t] = beta_V[v, t] - X[v, t] * factor[t]
+                T.copy(x.record_smem[s, BETA, :], decay)
+                for v, t in T.Parallel(TILE, CHUNK):
+                    W[v, t] = W[v, t] * decay[t]
             T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
-            T.copy(x.record_smem[s, KEY_DECAY, :], factor)
-            T.call_extern("handle", "flashqla::scale_in_place", S.data, x.record_smem[s, CHUNK_DECAY, 0], x.once)
+            for v, k in T.Parallel(TILE, HEAD_DIM):
+                S[v, k] = S[v, k] * x.record_smem[s, CHUNK_DECAY, 0]
+            T.copy(x.record_smem[s, KEY_DECAY, :], key_decay)
             T.wait_wgmma(0)
             for v, t in T.Parallel(TILE, CHUNK):
-                W[v, t] = X[v, t] * factor[t]
+                W[v, t] = X[v, t] * key_decay[t]
             T.wgmma_gemm(W, x.k_smem[s, :, :], S)
-            T.barrier_wait(x.ready[(i + 1) % STAGES], ((i + 1) // STAGES) & 1)  # after the last chunk LOAD says so for nothing
             T.wait_wgmma(0)
             T.sync_warp()
             if x.tx % WARP == 0:
                 T.barrier_arrive(x.free[s])
-            T.copy(S, S_in)
         if x.is_transition:
             for v, k in T.Parallel(TILE, HEAD_DIM):
                 transitions[x.row, x.head, first_row + v, k] = S[v, k]
@@ -142,8 +138,6 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
             T.tma_copy(A[first:first + CHUNK, x.head, :], x.a_smem[s, :, :], barrier=x.ready[s])
             T.tma_copy(records[x.slot + i, x.head, :, :], x.record_smem[s, :, :], barrier=x.ready[s])
             T.barrier_arrive(x.ready[s])
-        T.barrier_wait(x.free[x.count % STAGES], ((x.count // STAGES) & 1) ^ 1)
-        T.barrier_arrive(x.ready[x.count % STAGES])
 
     def forgotten_before(records, slot, head, chunks):
         decays = T.address_of(records[slot, head, CHUNK_DECAY, 1])
@@ -193,8 +187,6 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
             behind = found[BEHIND]  # tokens of the sequence
             if backward:
                 behind = behind + T.max(found[LENGTH] - (before + chunks) * CHUNK, 0)
-            once = T.alloc_var("int32")
-            once = T.call_extern("int32", "flashqla::once", parts)
             T.pdl_sync()  # until what the inverse kernel wrote is there
             T.pdl_trigger()
             if behind > 0:  # of whole chunks, and not the last one
@@ -224,7 +216,7 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
                     k_smem=k_smem, v_smem=v_smem, a_smem=a_smem, record_smem=record_smem, ready=ready, free=free, tx=tx,
                     sequence=sequence, row=row, head=head, k_head=T.truncdiv(head, group),
                     bos=first + skip * CHUNK, slot=slot + skip, count=before + chunks - skip, is_transition=is_transition,
-                    once=once, from_initial=T.And(T.And(index + part == 0, start <= 0), has_initial_state != 0),
+                    from_initial=T.And(T.And(index + part == 0, start <= 0), has_initial_state != 0),
                 )
                 if is_transition:  # V = 0
                     for stage, half, t, column in T.Parallel(STAGES, HALVES, CHUNK, TILE):

@@ -3,8 +3,6 @@
 //
 // Thread t of a warpgroup holds, of 64 rows, rows 16*(t/32) + (t%32)/4 + 8*r and columns 8*j + 2*(t%4) + c as element 4*j + 2*r + c.
 // Read the other way round, that is what ldmatrix.trans delivers and stmatrix.trans takes.
-#include <tl_templates/cuda/common.h>
-
 namespace flashqla {
 // Address of 16-byte piece `piece` of row `row` in a tile of 128-byte rows, swizzled as TMA and wgmma do it.
 __device__ __forceinline__ unsigned swizzled(unsigned tile, int row, int piece) {
@@ -45,55 +43,6 @@ template <typename Element> __device__ __forceinline__ void store_tile(void* til
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(swizzled(base, 16 * warp + (lane & 15), 2 * pair + (lane >> 4))),
                  "r"(registers[4 * pair]), "r"(registers[4 * pair + 1]), "r"(registers[4 * pair + 2]), "r"(registers[4 * pair + 3]) : "memory");
 }
-// Two elements of 16 bits, the first one in the low half. A bf16 is the high half of a float: written as a conversion, it takes one more instruction.
-template <typename Element> __device__ __forceinline__ float2 two_floats(unsigned raw) {
-  if constexpr (std::is_same_v<Element, bfloat16_t>) return make_float2(__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u));
-  const Element* values = reinterpret_cast<const Element*>(&raw);
-  return make_float2(float(values[0]), float(values[1]));
-}
-template <typename Element> __device__ __forceinline__ unsigned pack(float x, float y) {
-  const Element pair[2] = {Element(x), Element(y)};
-  return *reinterpret_cast<const unsigned*>(pair);
-}
-// 1, of which the compiler does not know it, from any positive number. What stands in a loop of so many rounds is done there and then; else ptxas puts
-// it off until its results are needed, from beside a product to the path behind it.
-__device__ __forceinline__ int once(int positive) {
-  int rounds = min(positive, 1);
-  asm volatile("" : "+r"(rounds));
-  return rounds;
-}
-// to[v, t] = tokens_of[v, t] * factors[t], of which this thread has those of its columns. There and then.
-template <typename To, typename Element> __device__ __forceinline__ void scaled_columns(To* to, const Element* tokens_of, const float* factors, int rounds) {
-#pragma unroll 1
-  do {
-#pragma unroll
-    for (int e = 0; e < 32; e += 2) {
-      const float2 x = two_floats<Element>(*reinterpret_cast<const unsigned*>(tokens_of + e));
-      float left, right;
-      asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(left) : "f"(x.x), "f"(factors[e / 4 * 2]));
-      asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(right) : "f"(x.y), "f"(factors[e / 4 * 2 + 1]));
-      if constexpr (sizeof(To) == 2) {
-        *reinterpret_cast<unsigned*>(to + e) = pack<To>(left, right);
-      } else {
-        to[e] = left;
-        to[e + 1] = right;
-      }
-    }
-  } while (--rounds > 0);
-}
-// The same without factors.
-template <typename Element> __device__ __forceinline__ void widened(float* to, const Element* tokens_of, int rounds) {
-#pragma unroll 1
-  do {
-#pragma unroll
-    for (int e = 0; e < 32; e += 2) {
-      float2 x = two_floats<Element>(*reinterpret_cast<const unsigned*>(tokens_of + e));
-      asm volatile("" : "+f"(x.x), "+f"(x.y));
-      to[e] = x.x;
-      to[e + 1] = x.y;
-    }
-  } while (--rounds > 0);
-}
 // Two tiles side by side: tiles[h][i, j] = fragment[i, 64 h + j]
 template <typename Element> __device__ __forceinline__ void store_tiles(void* tiles, Element* fragment) {
   store_tile(tiles, fragment);
@@ -130,17 +79,9 @@ __device__ __forceinline__ void prefetch_block(const void* block, int bytes) {
   if ((threadIdx.x & 31) == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(block), "r"(bytes));
 }
 
-// Factors of this thread's columns. Here, as the compiler would negate each product.
-__device__ __forceinline__ void negate(float* factors) {
+// A state in registers times a number, here and now: left to the compiler, the products are put off until there are no registers for them.
+__device__ __forceinline__ void scale_in_place(float* state, float factor) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) asm volatile("neg.ftz.f32 %0, %0;" : "+f"(factors[i]));
-}
-// A state in registers times a number, there and then.
-__device__ __forceinline__ void scale_in_place(float* state, float factor, int rounds) {
-#pragma unroll 1
-  do {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(state[i]) : "f"(factor));
-  } while (--rounds > 0);
+  for (int i = 0; i < 64; ++i) asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(state[i]) : "f"(factor));
 }
 }  // namespace flashqla
