@@ -45,7 +45,6 @@ PARTS = (1, 2, 4)
 MOST_STATES = 3  # memory of states over that of v and o
 CONFIG = measure.Config(l2="warm")
 
-
 Shape = tuple[int, int, tuple[int, ...]]  # key heads, value heads, lengths
 
 
@@ -57,6 +56,7 @@ def shapes() -> list[Shape]:
 
 
 def of_suite(name: str) -> list[Shape]:
+    """The shapes of the rows of a suite."""
     return [(case.hk, case.hv, case.lengths) for case in cases.suite(name)]
 
 

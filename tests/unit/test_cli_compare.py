@@ -458,7 +458,7 @@ def test_help_comes_at_once(command: str) -> None:
             subprocess.run(command_line, capture_output=True, check=True)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             seconds[name].append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-    assert min(seconds["ours"]) < 4 * min(seconds["libraries"])
+    assert min(seconds["ours"]) < max(0.3, 3.5 * min(seconds["libraries"]))  # more than 0.3 s on a slow machine alone
     traced = subprocess.run([call[0], "-X", "importtime", *call[1:]], capture_output=True, text=True)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in traced.stderr.splitlines()}
     assert "flashqla" in imported
