@@ -1,7 +1,11 @@
 """Runs made by hand, for the tests of records, tables and the command line."""
 
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +106,24 @@ def absent() -> Callable[..., Record]:
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture
+def starts_at_once(tmp_path: Path) -> Callable[..., bool]:
+    """Whether a command takes less than 0.3 s, on a slow machine not much more than the libraries of any of its kind.
+
+    The fastest of five, in processor time and in turn, because others share the machine.
+    """
+
+    def seconds(call: tuple[str | Path, ...]) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(call, cwd=tmp_path, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+    def measured(*call: str | Path) -> bool:
+        libraries = (sys.executable, "-c", "import typer.main, rich.console")
+        ours, others = zip(*((seconds(call), seconds(libraries)) for _ in range(5)), strict=True)
+        return min(ours) < max(0.3, 3.5 * min(others))
+
+    return measured
