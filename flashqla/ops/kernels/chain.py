@@ -37,11 +37,11 @@ from tilelang.layout import make_swizzled_layout
 from flashqla.ops.kernels.common import (
     BACKWARD_RECORD,
     BETA,
-    BETA_DECAY,
     CHUNK,
     CHUNK_DECAY,
-    COL_LOG,
+    ERROR_DECAY,
     FORGOTTEN,
+    GIVEN_BETA,
     HEAD_DIM,
     HOPPER,
     KEY_DECAY,
@@ -49,7 +49,6 @@ from flashqla.ops.kernels.common import (
     MANUAL_ROLES,
     OUT_SCALE,
     ROW_LOG,
-    SMALL_BETA,
     TILE,
     WARP,
     WARP_GROUP,
@@ -57,13 +56,16 @@ from flashqla.ops.kernels.common import (
 )
 from flashqla.ops.kernels.roles import (
     QK_STAGES,
-    STAGES,
     decay_state,
+    first_decay,
     load_v,
+    peek,
     prediction_error,
     release,
     scale_columns,
+    scale_tokens,
     score,
+    wait_unless,
 )
 from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, PAIR, SEQUENCE, SLOT, find_segment
 
@@ -86,7 +88,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     LOAD_END = SCORE_END + WARP
     STORE_END = LOAD_END + WARP
     THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
-    QK_READERS = SCORE_END // WARP
+    scales_do = reverse and groups == 1  # SCALE, not STATE
+    stages = 3 if scales_do else 2  # of the rings of v, A and P; dO and P are needed a chunk ahead then
+    QK_READERS = SCORE_END // WARP + CHUNK // WARP * scales_do
 
     tokens, slots, state_slots, hk, hv, sequences, rows, offsets = (
         T.dynamic(x) for x in ("tokens", "slots", "state_slots", "hk", "hv", "sequences", "rows", "offsets")
@@ -150,11 +154,11 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             load_v(V, i, x, w)
             T.wait_wgmma(0)
             prediction_error(W, V, X, i, x)
-            T.wgmma_gemm(W, x.a_smem[i % STAGES, :, :], X, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(W, x.a_smem[i % stages, :, :], X, transpose_B=True, clear_accum=True)
             hand_out_state(S_in, i, x, w)
             decay_state(S, i, x)
             T.wait_wgmma(0)
-            T.barrier_arrive(x.va_free[i % STAGES])
+            T.barrier_arrive(x.va_free[i % stages])
             scale_columns(W, X, KEY_DECAY, i, x)
             T.wgmma_gemm(W, x.k_smem[s, :, :], S)
             T.copy(X, V)
@@ -162,16 +166,106 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             T.wait_wgmma(0)
             release(x, x.qk_free, s)
 
-    @T.macro
-    def decay_gradient(dS, first, s, i, x):
+    def chunk_decay(s, x):
+        """Decay of a chunk, but for that of its first token if that stays apart."""
         if first_apart:
-            T.call_extern("handle", "flashqla::scale_in_place", dS.data, T.exp2(x.record_smem[s, CHUNK_DECAY, 1] - first))
-        else:
-            decay_state(dS, i, x)
+            return T.exp2(x.record_smem[s, CHUNK_DECAY, 1] - first_decay(x, s))
+        return x.record_smem[s, CHUNK_DECAY, 0]
 
     @T.macro
-    def state_reverse(x, w):
-        """P^T dO runs beside K dS where there are registers for both, and Q^T dO under the conversion of dY: off the path from state to state."""
+    def load_error_factors(factor, first, s, x):
+        """-beta decay of every token, but for the decay of the first one if that stays apart."""
+        if first_apart:
+            T.copy(x.record_smem[s, KEY_LOG, :], factor)
+            for t in T.Parallel(CHUNK):
+                factor[t] = -T.exp2(factor[t] - first) * x.record_smem[s, BETA, t]
+        else:
+            T.copy(x.record_smem[s, ERROR_DECAY, :], factor)
+
+    @T.macro
+    def begin_output_part(i, output_part, x, w):
+        """P^T dO of chunk i, which nothing in front of it has a part in."""
+        T.wgmma_gemm(x.v_smem[i % stages, w, :, :], x.p_smem[i % stages, :, :], output_part, transpose_A=True, clear_accum=True)
+
+    @T.macro
+    def enter_gradient(i, S, S_in, X, decay, x, w):
+        """X = K dS of chunk i, and beside it what need not wait for X."""
+        T.wgmma_gemm(S_in, x.k_smem[i % QK_STAGES, :, :], X, transpose_B=True, clear_accum=True)
+        if not summary:
+            T.barrier_wait(x.s_free[0], (i & 1) ^ 1)
+            T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
+            T.barrier_arrive(x.s_ready[0])
+        T.call_extern("handle", "flashqla::scale_in_place", S.data, decay, x.once)
+        T.wait_wgmma(0)
+
+    @T.macro
+    def state_reverse_alone(x, w):
+        """One state warpgroup: P^T dO of a chunk runs beside the end of the one before, Q^T dO under the conversion of dY, and whatever can be
+        waited for, read or written beside a product is. SCORE and SCALE have waited for all of a chunk before they say that P is ready.
+
+        Nothing is under way where the loop turns: wgmma across its back edge would be serialized. It enters one chunk more than there is, on whatever
+        stands in shared memory, and without decay.
+        """
+        S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
+        S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
+        X = T.alloc_fragment((TILE, CHUNK), "float32")
+        output_part = T.alloc_fragment((TILE, CHUNK), "float32")
+        W = T.alloc_fragment((TILE, CHUNK), dtype)
+        Y = T.alloc_fragment((TILE, CHUNK), dtype)
+        factor = T.alloc_fragment((CHUNK,), "float32")
+        given_beta = T.alloc_fragment((CHUNK,), "float32")
+        decay = T.alloc_var("float32")
+        read_state(S, x, w)
+        if x.chunks > 0:
+            T.copy(S, S_in)
+            T.barrier_wait(x.p_ready[0], 0)
+            begin_output_part(0, output_part, x, w)
+            T.copy(x.record_smem[0, KEY_DECAY, :], factor)
+            decay = chunk_decay(0, x)
+            enter_gradient(0, S, S_in, X, decay, x, w)
+            for i in T.unroll(x.chunks, unroll_factor=1):
+                s = i % QK_STAGES
+                p = i % stages
+                after: T.int32 = i + 1
+                for v, t in T.Parallel(TILE, CHUNK):
+                    W[v, t] = X[v, t] * factor[t] + output_part[v, t]
+                T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
+                T.wgmma_gemm(x.scaled_smem[p, :, :], x.q_smem[s, :, :], S, transpose_A=True)
+                first: T.float32 = first_decay(x, s) if first_apart else 0.0
+                load_error_factors(factor, first, s, x)
+                if not summary:
+                    T.copy(x.record_smem[s, GIVEN_BETA, :], given_beta)
+                is_last: T.int32 = T.if_then_else(after == x.chunks, 1, 0)
+                is_there: T.int32 = is_last | peek(x.p_ready[after % stages], (after // stages) & 1)
+                if not summary:
+                    has_room: T.int32 = peek(x.y_free[0], (i & 1) ^ 1)
+                T.wait_wgmma(1)  # dY; Q^T dO goes on
+                T.barrier_arrive(x.va_free[p])
+                for v, t in T.Parallel(TILE, CHUNK):
+                    W[v, t] = X[v, t] * factor[t]
+                T.wgmma_gemm(W, x.k_smem[s, :, :], S)
+                wait_unless(is_there, x.p_ready[after % stages], (after // stages) & 1)
+                begin_output_part(after, output_part, x, w)
+                T.copy(x.record_smem[after % QK_STAGES, KEY_DECAY, :], factor)
+                decay = T.if_then_else(is_last != 0, 1.0, chunk_decay(after % QK_STAGES, x))
+                if not summary:
+                    for v, t in T.Parallel(TILE, CHUNK):
+                        Y[v, t] = X[v, t] * given_beta[t]
+                    wait_unless(has_room, x.y_free[0], (i & 1) ^ 1)
+                    T.call_extern("handle", "flashqla::store_transposed", T.access_ptr(x.y_smem[w, 0, 0], "r"), Y.data)
+                    T.barrier_arrive(x.y_ready[0])
+                T.wait_wgmma(1)  # the update; P^T dO goes on
+                release(x, x.qk_free, s)
+                release(x, x.p_free, p)
+                if first_apart:
+                    T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first), x.once)
+                T.copy(S, S_in)
+                enter_gradient(after, S, S_in, X, decay, x, w)
+        write_state(S, x, w)
+
+    @T.macro
+    def state_reverse_of_two(x, w):
+        """One of two state warpgroups: while one converts, the other multiplies. There are no registers for P^T dO apart from K dS."""
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
@@ -181,29 +275,21 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         read_state(S, x, w)
         for i in T.unroll(x.chunks, unroll_factor=1):
             s = i % QK_STAGES
-            p = i % STAGES
+            p = i % stages
             T.copy(S, S_in)
             T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             load_v(dO, i, x, w)
-            T.barrier_wait(x.p_ready[p], (i // STAGES) & 1)
+            T.barrier_wait(x.p_ready[p], (i // stages) & 1)
             T.copy(x.record_smem[s, KEY_DECAY, :], factor)
-            first: T.float32 = (x.record_smem[s, KEY_LOG, 0] + x.record_smem[s, COL_LOG, 0]) * 0.5 if first_apart else 0.0
-            if groups == 1:
-                output_part = T.alloc_fragment((TILE, CHUNK), "float32")
-                T.wgmma_gemm(dO, x.p_smem[p, :, :], output_part, clear_accum=True)
-                decay_gradient(S, first, s, i, x)
-                T.wait_wgmma(0)
-                for v, t in T.Parallel(TILE, CHUNK):
-                    W[v, t] = X[v, t] * factor[t] + output_part[v, t]
-            else:
-                T.wait_wgmma(0)
-                for v, t in T.Parallel(TILE, CHUNK):
-                    X[v, t] = X[v, t] * factor[t]
-                T.wgmma_gemm(dO, x.p_smem[p, :, :], X)
-                decay_gradient(S, first, s, i, x)
-                T.wait_wgmma(0)
-                T.copy(X, W)
+            first: T.float32 = first_decay(x, s) if first_apart else 0.0
+            T.wait_wgmma(0)
+            for v, t in T.Parallel(TILE, CHUNK):
+                X[v, t] = X[v, t] * factor[t]
+            T.wgmma_gemm(dO, x.p_smem[p, :, :], X)
+            T.call_extern("handle", "flashqla::scale_in_place", S.data, chunk_decay(s, x), 1)
+            T.wait_wgmma(0)
+            T.copy(X, W)
             release(x, x.p_free, p)
             T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
             if first_apart:
@@ -217,27 +303,22 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             T.wgmma_gemm(dO, x.q_smem[s, :, :], S)
             if not summary:
                 hand_out_state(S_in, i, x, w)
+            load_error_factors(factor, first, s, x)
             T.wait_wgmma(1)  # dY; Q^T dO goes on
             T.barrier_arrive(x.va_free[p])
-            if first_apart:
-                T.copy(x.record_smem[s, KEY_LOG, :], factor)
-                for t in T.Parallel(CHUNK):
-                    factor[t] = T.exp2(factor[t] - first) * x.record_smem[s, BETA, t]
-            else:
-                T.copy(x.record_smem[s, BETA_DECAY, :], factor)
             for v, t in T.Parallel(TILE, CHUNK):
-                W[v, t] = -X[v, t] * factor[t]
+                W[v, t] = X[v, t] * factor[t]
             T.wgmma_gemm(W, x.k_smem[s, :, :], S)
             if not summary:
-                T.copy(x.record_smem[s, BETA, :], factor)
+                T.copy(x.record_smem[s, GIVEN_BETA, :], factor)
                 T.wait_wgmma(1)  # Q^T dO; the update goes on
                 for v, t in T.Parallel(TILE, CHUNK):
-                    dO[v, t] = X[v, t] * T.if_then_else(T.abs(factor[t]) < SMALL_BETA, 1.0, factor[t])
+                    dO[v, t] = X[v, t] * factor[t]
                 hand_out_y(dO, i, x, w)
             T.wait_wgmma(0)
             release(x, x.qk_free, s)
             if first_apart:
-                T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first))
+                T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first), 1)
         write_state(S, x, w)
 
     @T.macro
@@ -256,11 +337,11 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     def load(x):
         for i in T.unroll(x.chunks, unroll_factor=1):
             s = i % QK_STAGES
-            p = i % STAGES
+            p = i % stages
             chunk = x.chunks - 1 - i if reverse else i
             rows = x.length - chunk * CHUNK
             T.barrier_wait(x.qk_free[s], ((i // QK_STAGES) & 1) ^ 1)
-            T.barrier_wait(x.va_free[p], ((i // STAGES) & 1) ^ 1)
+            T.barrier_wait(x.va_free[p], ((i // stages) & 1) ^ 1)
             if rows >= CHUNK:
                 load_tiles(chunk, s, p, x, (x.qk_ready, x.va_ready), s, p)
             else:  # the rows past the end belong to another sequence, or to nobody: zeros leave the state alone
@@ -336,24 +417,26 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             T.import_source(cuda("tiles", "segments"))
             k_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
             record_smem = T.alloc_shared((QK_STAGES, BACKWARD_RECORD, CHUNK), "float32")
-            v_smem = T.alloc_shared((STAGES, groups, CHUNK, TILE), dtype)
-            a_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+            v_smem = T.alloc_shared((stages, groups, CHUNK, TILE), dtype)
+            a_smem = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             s_smem = T.alloc_shared((groups, HALVES, TILE, TILE), dtype)
             y_smem = T.alloc_shared((groups, CHUNK, TILE), dtype)
-            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_smem, s_smem, y_smem)})
+            scaled_smem = T.alloc_shared((stages, CHUNK, TILE), dtype) if scales_do else None  # dO
+            tiles = [v_smem, s_smem, y_smem] + [scaled_smem] * scales_do
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in tiles})
             T.annotate_min_blocks_per_sm(ctas_per_sm)
             if reverse:
                 q_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
-                p_smem = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
-                p_ready = T.alloc_barrier([WARP_GROUP] * STAGES)  # SCORE -> STATE
-                p_free = T.alloc_barrier([STATE_END // WARP] * STAGES)  # STATE -> SCORE
+                p_smem = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
+                p_ready = T.alloc_barrier([WARP_GROUP + CHUNK * scales_do] * stages)  # SCORE, SCALE -> STATE
+                p_free = T.alloc_barrier([STATE_END // WARP] * stages)  # STATE -> SCORE
             else:
                 q_smem = p_smem = p_ready = p_free = None
             qk_ready = T.alloc_barrier([WARP] * QK_STAGES)  # LOAD -> STATE, SCORE
             qk_free = T.alloc_barrier([QK_READERS] * QK_STAGES)  # STATE, SCORE -> LOAD
-            va_ready = T.alloc_barrier([WARP] * STAGES)  # LOAD -> STATE
+            va_ready = T.alloc_barrier([WARP] * stages)  # LOAD -> STATE
             # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
-            va_free = T.alloc_barrier([STATE_END] * STAGES)  # STATE -> LOAD
+            va_free = T.alloc_barrier([STATE_END + CHUNK * scales_do] * stages)  # STATE, SCALE -> LOAD
             s_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
             s_free = T.alloc_barrier([WARP])  # STORE -> STATE
             y_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
@@ -385,29 +468,31 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                     if T.Or(chunks < end, end * CHUNK < length):
                         is_inner = 1
                     chunks = chunks - before  # negative where it is forgotten in front
+            once = T.alloc_var("int32")
+            once = T.call_extern("int32", "flashqla::once", parts)
             if leads:
                 T.pdl_sync()  # until what the kernels before wrote is there
                 T.pdl_trigger()  # by then it is there for the forward kernel too
             x = SimpleNamespace(
                 q=q, k=k, v=v, A=A, records=records, entering=entering, leaving=leaving, starts=starts,
-                q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
+                q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, scaled_smem=scaled_smem, s_smem=s_smem, y_smem=y_smem,
                 qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
                 s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, row=by if summary else (by + 1) * parts if reverse else by * parts - 1, head=head, k_head=k_head,
                 first_column=(bx % slices) * v_tile, slot=slot + before, pair=found[PAIR], chunks_before=index * segment_chunks, bos=first + before * CHUNK,
                 length=length - before * CHUNK, chunks=chunks, is_first=index == 0, is_inner=is_inner,
-                has_entering=has_entering, has_leaving=has_leaving, scale=scale,
+                has_entering=has_entering, has_leaving=has_leaving, scale=scale, once=once, stages=stages, first_apart=first_apart,
             )
             if tx < WARP_GROUP:
                 T.inc_max_nreg(state_registers)
                 if reverse:
-                    state_reverse(x, 0)
+                    (state_reverse_alone if groups == 1 else state_reverse_of_two)(x, 0)
                 else:
                     state_forward(x, 0)
             elif tx < STATE_END:
                 T.inc_max_nreg(state_registers)
                 if reverse:
-                    state_reverse(x, 1)
+                    state_reverse_of_two(x, 1)
                 else:
                     state_forward(x, 1)
             elif tx < SCORE_END:
@@ -421,6 +506,8 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 elif tx < STORE_END:
                     if not summary:
                         store(x, states, y)
+                elif scales_do:
+                    scale_tokens(x, scale)
             if not leads:
                 T.pdl_sync()  # until the kernel beside this one has ended: whoever waits for this one needs both
 

@@ -19,13 +19,6 @@ __device__ __forceinline__ int anew(int x) { asm volatile("" : "+r"(x)); return 
 __device__ __forceinline__ unsigned own_row(const void* tile) {
   return anew(swizzled(static_cast<unsigned>(__cvta_generic_to_shared(tile)), row_of(0), 0) + (threadIdx.x & 3) * 4);
 }
-// Two elements of 16 bits, the first one in the low half. A bf16 is the high half of a float: written as a conversion, it takes one more instruction.
-// kBfloat16 is defined in front of this.
-template <typename Element> __device__ __forceinline__ float2 two_floats(unsigned raw) {
-  if constexpr (kBfloat16) return make_float2(__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u));
-  const Element* values = reinterpret_cast<const Element*>(&raw);
-  return make_float2(float(values[0]), float(values[1]));
-}
 // Columns 8j + 2(t%4) and the next of row row_of(r), from own_row. Rows 8 apart are swizzled alike.
 template <typename Element> __device__ __forceinline__ float2 two_columns(unsigned row, int r, int j) {
   unsigned raw;
@@ -53,6 +46,7 @@ __device__ __forceinline__ int half_of_columns() { return __shfl_sync(~0u, stati
 // A tile has rows of 128 bytes, swizzled, so that 8 of them are 1024 bytes; what is wider lies as tiles one behind the other.
 __device__ __forceinline__ unsigned descriptor(const void* tile) { return anew(static_cast<unsigned>(__cvta_generic_to_shared(tile)) >> 4); }
 __device__ __forceinline__ unsigned long long with_strides(unsigned descriptor) { return 0x4000004000000000ull | descriptor; }
+// kBfloat16 is defined in front of this.
 constexpr tl::DataType kOperand = kBfloat16 ? tl::DataType::kBFloat16 : tl::DataType::kFloat16;
 
 __device__ __forceinline__ void clear(float* d) {
@@ -94,10 +88,6 @@ __device__ __forceinline__ void store_blocks(unsigned blocks, int pair, const un
 __device__ __forceinline__ void store_transposed_blocks(unsigned address, const unsigned* words) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
-}
-template <typename Element> __device__ __forceinline__ unsigned pack(float x, float y) {
-  const Element pair[2] = {Element(x), Element(y)};
-  return *reinterpret_cast<const unsigned*>(pair);
 }
 
 // Factors of a token each, for the columns of a tile of 64x64 in registers, as load_transposed leaves it.

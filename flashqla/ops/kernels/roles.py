@@ -6,10 +6,9 @@ shared memory, barriers, thread index, sizes.
 
 import tilelang.language as T
 
-from flashqla.ops.kernels.common import BETA, BETA_DECAY, CHUNK, CHUNK_DECAY, COL_LOG, HEAD_DIM, ROW_LOG, TILE, WARP
+from flashqla.ops.kernels.common import BETA, CHUNK, CHUNK_DECAY, COL_LOG, ERROR_DECAY, HEAD_DIM, KEY_LOG, OUT_SCALE, ROW_LOG, TILE, WARP
 
 QK_STAGES = 3  # of q, k and record: with two, loads are late; four do not fit
-STAGES = 2  # of all other rings
 
 
 @T.macro
@@ -18,6 +17,15 @@ def release(x, barrier, stage):
     T.sync_warp()
     if x.tx % WARP == 0:
         T.barrier_arrive(barrier[stage])
+
+
+def peek(barrier, parity):
+    """Whether a phase is over, asked some instructions before the answer is needed, by wait_unless."""
+    return T.call_extern("int32", "flashqla::peek", barrier, parity)
+
+
+def wait_unless(is_over, barrier, parity):
+    return T.call_extern("handle", "flashqla::wait_unless", is_over, barrier, parity)
 
 
 @T.macro
@@ -33,11 +41,11 @@ def scale_columns(to, tokens_of, row, i, x):
 def prediction_error(W, V, X, i, x):
     """W = beta V - beta decay X, X = K S."""
     beta = T.alloc_fragment((CHUNK,), "float32")
-    beta_decay = T.alloc_fragment((CHUNK,), "float32")
+    error_decay = T.alloc_fragment((CHUNK,), "float32")
     T.copy(x.record_smem[i % QK_STAGES, BETA, :], beta)
-    T.copy(x.record_smem[i % QK_STAGES, BETA_DECAY, :], beta_decay)
+    T.copy(x.record_smem[i % QK_STAGES, ERROR_DECAY, :], error_decay)
     for v, t in T.Parallel(TILE, CHUNK):
-        W[v, t] = V[v, t] * beta[t] - X[v, t] * beta_decay[t]
+        W[v, t] = V[v, t] * beta[t] + X[v, t] * error_decay[t]
 
 
 @T.macro
@@ -49,30 +57,57 @@ def decay_state(S, i, x):
 @T.macro
 def load_v(V, i, x, w):
     """V^T of 64 columns into registers, when it is there."""
-    T.barrier_wait(x.va_ready[i % STAGES], (i // STAGES) & 1)
-    T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[i % STAGES, w, 0, 0], "r"))
+    T.barrier_wait(x.va_ready[i % x.stages], (i // x.stages) & 1)
+    T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[i % x.stages, w, 0, 0], "r"))
+
+
+def first_decay(x, s):
+    """Base-2 log of the decay of the first token of a chunk."""
+    return (x.record_smem[s, KEY_LOG, 0] + x.record_smem[s, COL_LOG, 0]) * 0.5
 
 
 @T.macro
 def score(x, scale, dtype):
     """The role SCORE: P = scale * lower(Q K^T) * R of every chunk."""
     P = T.alloc_fragment((CHUNK, CHUNK), "float32")
+    R = T.alloc_fragment((CHUNK, CHUNK), "float32")
     P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
     row = T.alloc_fragment((CHUNK,), "float32")
     col = T.alloc_fragment((CHUNK,), "float32")
     for i in T.unroll(x.chunks, unroll_factor=1):
         s = i % QK_STAGES
+        p = i % x.stages
         T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
         T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
         T.copy(x.record_smem[s, ROW_LOG, :], row)
         T.copy(x.record_smem[s, COL_LOG, :], col)
+        for t, u in T.Parallel(CHUNK, CHUNK):
+            R[t, u] = T.exp2(row[t] - col[u]) * scale
+        T.barrier_wait(x.p_free[p], ((i // x.stages) & 1) ^ 1)
         T.wait_wgmma(0)
         release(x, x.qk_free, s)
         # Above the diagonal the exponential may overflow: a choice, not a product with 0.
         for t, u in T.Parallel(CHUNK, CHUNK):
-            P[t, u] = T.if_then_else(u <= t, P[t, u] * (T.exp2(row[t] - col[u]) * scale), 0.0)
-        T.barrier_wait(x.p_free[i % STAGES], ((i // STAGES) & 1) ^ 1)
-        T.copy(P, P_out)
-        T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[i % STAGES, 0, 0]), P_out.data)
+            P_out[t, u] = T.if_then_else(u <= t, P[t, u] * R[t, u], 0.0)
+        T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[p, 0, 0]), P_out.data)
         T.fence_proxy_async()
-        T.barrier_arrive(x.p_ready[i % STAGES])
+        T.barrier_arrive(x.p_ready[p])
+
+
+@T.macro
+def scale_tokens(x, scale):
+    """The role SCALE: dO of every chunk times the factors of queries, for Q^T dO. Says so together with SCORE: whoever waits for P has waited for all of
+    the chunk."""
+    token: T.int32 = x.tx % CHUNK
+    for i in T.unroll(x.chunks, unroll_factor=1):
+        s = i % QK_STAGES
+        p = i % x.stages
+        T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
+        T.barrier_wait(x.va_ready[p], (i // x.stages) & 1)
+        T.barrier_wait(x.p_free[p], ((i // x.stages) & 1) ^ 1)
+        factor: T.float32 = T.exp2(x.record_smem[s, ROW_LOG, token] - first_decay(x, s)) * scale if x.first_apart else x.record_smem[s, OUT_SCALE, token]
+        T.call_extern("handle", "flashqla::scale_row", T.address_of(x.scaled_smem[p, 0, 0]), T.address_of(x.v_smem[p, 0, 0, 0]), token, factor)
+        release(x, x.qk_free, s)
+        T.barrier_arrive(x.va_free[p])
+        T.fence_proxy_async()
+        T.barrier_arrive(x.p_ready[p])

@@ -30,6 +30,7 @@ from flashqla.ops.kernels.common import (
     CHUNK,
     CHUNK_DECAY,
     DECAY,
+    ERROR_DECAY,
     FORGOTTEN,
     HEAD_DIM,
     HOPPER,
@@ -99,13 +100,16 @@ def build_summary(dtype: str, state_dtype: str, backward: bool = False):
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[s, w, 0, 0], "r"))
             T.wait_wgmma(0)
-            T.copy(x.record_smem[s, DECAY, :], decay)
-            for v, t in T.Parallel(TILE, CHUNK):
-                W[v, t] = V[v, t] - X[v, t] * decay[t]
-            if backward:
-                T.copy(x.record_smem[s, BETA, :], decay)
+            if backward:  # A is without beta
+                beta = T.alloc_fragment((CHUNK,), "float32")
+                T.copy(x.record_smem[s, BETA, :], beta)
+                T.copy(x.record_smem[s, ERROR_DECAY, :], decay)
                 for v, t in T.Parallel(TILE, CHUNK):
-                    W[v, t] = W[v, t] * decay[t]
+                    W[v, t] = V[v, t] * beta[t] + X[v, t] * decay[t]
+            else:
+                T.copy(x.record_smem[s, DECAY, :], decay)
+                for v, t in T.Parallel(TILE, CHUNK):
+                    W[v, t] = V[v, t] - X[v, t] * decay[t]
             T.wgmma_gemm(W, x.a_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             for v, k in T.Parallel(TILE, HEAD_DIM):
                 S[v, k] = S[v, k] * x.record_smem[s, CHUNK_DECAY, 0]
