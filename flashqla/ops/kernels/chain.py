@@ -55,7 +55,7 @@ from flashqla.ops.kernels.common import (
     cuda,
 )
 from flashqla.ops.kernels.roles import (
-    QK_STAGES,
+    OUT_STAGES,
     decay_state,
     first_decay,
     load_v,
@@ -63,7 +63,7 @@ from flashqla.ops.kernels.roles import (
     prediction_error,
     release,
     scale_columns,
-    scale_tokens,
+    scale_queries,
     score,
     wait_unless,
 )
@@ -71,7 +71,7 @@ from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, P
 
 HALVES = HEAD_DIM // TILE
 # Registers a thread of STATE, SCORE (reverse only) and the rest, by direction and number of state warpgroups: no more than the CTA starts with.
-REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 40), (True, 2): (192, 88, 40)}
+REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 56), (True, 2): (192, 88, 40)}
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -88,9 +88,10 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     LOAD_END = SCORE_END + WARP
     STORE_END = LOAD_END + WARP
     THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
-    scales_do = reverse and groups == 1  # SCALE, not STATE
-    stages = 3 if scales_do else 2  # of the rings of v, A and P; dO and P are needed a chunk ahead then
-    QK_READERS = SCORE_END // WARP + CHUNK // WARP * scales_do
+    scales_q = reverse and groups == 1  # a role SCALE
+    # Of q, k and record; and of v and A: what is asked for takes more than a chunk to come, and dO is needed a chunk ahead. More do not fit.
+    qk_stages, stages = (4, 3) if scales_q else (3, 2)
+    QK_READERS = SCORE_END // WARP + CHUNK // WARP * scales_q
 
     tokens, slots, state_slots, hk, hv, sequences, rows, offsets = (
         T.dynamic(x) for x in ("tokens", "slots", "state_slots", "hk", "hv", "sequences", "rows", "offsets")
@@ -147,9 +148,9 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         W = T.alloc_fragment((TILE, CHUNK), dtype)
         read_state(S, x, w)
         for i in T.unroll(x.chunks, unroll_factor=1):
-            s = i % QK_STAGES
+            s = i % qk_stages
             T.copy(S, S_in)
-            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
+            T.barrier_wait(x.qk_ready[s], (i // qk_stages) & 1)
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             load_v(V, i, x, w)
             T.wait_wgmma(0)
@@ -185,17 +186,17 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     @T.macro
     def begin_output_part(i, output_part, x, w):
         """P^T dO of chunk i, which nothing in front of it has a part in."""
-        T.wgmma_gemm(x.v_smem[i % stages, w, :, :], x.p_smem[i % stages, :, :], output_part, transpose_A=True, clear_accum=True)
+        T.wgmma_gemm(x.v_smem[i % stages, w, :, :], x.p_smem[i % OUT_STAGES, :, :], output_part, transpose_A=True, clear_accum=True)
 
     @T.macro
-    def enter_gradient(i, S, S_in, X, decay, x, w):
+    def enter_gradient(i, S, S_in, X, decay, once, x, w):
         """X = K dS of chunk i, and beside it what need not wait for X."""
-        T.wgmma_gemm(S_in, x.k_smem[i % QK_STAGES, :, :], X, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(S_in, x.k_smem[i % qk_stages, :, :], X, transpose_B=True, clear_accum=True)
         if not summary:
             T.barrier_wait(x.s_free[0], (i & 1) ^ 1)
             T.call_extern("handle", "flashqla::store_tiles", T.access_ptr(x.s_smem[w, 0, 0, 0], "r"), S_in.data)
             T.barrier_arrive(x.s_ready[0])
-        T.call_extern("handle", "flashqla::scale_in_place", S.data, decay, x.once)
+        T.call_extern("handle", "flashqla::scale_in_place", S.data, decay, once)
         T.wait_wgmma(0)
 
     @T.macro
@@ -215,6 +216,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         factor = T.alloc_fragment((CHUNK,), "float32")
         given_beta = T.alloc_fragment((CHUNK,), "float32")
         decay = T.alloc_var("float32")
+        once: T.int32 = T.call_extern("int32", "flashqla::once", x.chunks)
         read_state(S, x, w)
         if x.chunks > 0:
             T.copy(S, S_in)
@@ -222,32 +224,36 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             begin_output_part(0, output_part, x, w)
             T.copy(x.record_smem[0, KEY_DECAY, :], factor)
             decay = chunk_decay(0, x)
-            enter_gradient(0, S, S_in, X, decay, x, w)
+            enter_gradient(0, S, S_in, X, decay, once, x, w)
             for i in T.unroll(x.chunks, unroll_factor=1):
-                s = i % QK_STAGES
+                s = i % qk_stages
                 p = i % stages
                 after: T.int32 = i + 1
+                release(x, x.p_free, i % OUT_STAGES)
+                has_queries: T.int32 = peek(x.q_ready[s], (i // qk_stages) & 1)
                 for v, t in T.Parallel(TILE, CHUNK):
                     W[v, t] = X[v, t] * factor[t] + output_part[v, t]
                 T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
-                T.wgmma_gemm(x.scaled_smem[p, :, :], x.q_smem[s, :, :], S, transpose_A=True)
+                wait_unless(has_queries, x.q_ready[s], (i // qk_stages) & 1)
+                T.wgmma_gemm(x.v_smem[p, w, :, :], x.q_smem[s, :, :], S, transpose_A=True)
                 first: T.float32 = first_decay(x, s) if first_apart else 0.0
                 load_error_factors(factor, first, s, x)
                 if not summary:
                     T.copy(x.record_smem[s, GIVEN_BETA, :], given_beta)
                 is_last: T.int32 = T.if_then_else(after == x.chunks, 1, 0)
-                is_there: T.int32 = is_last | peek(x.p_ready[after % stages], (after // stages) & 1)
+                is_there: T.int32 = is_last | peek(x.p_ready[after % OUT_STAGES], (after // OUT_STAGES) & 1)
                 if not summary:
                     has_room: T.int32 = peek(x.y_free[0], (i & 1) ^ 1)
                 T.wait_wgmma(1)  # dY; Q^T dO goes on
-                T.barrier_arrive(x.va_free[p])
                 for v, t in T.Parallel(TILE, CHUNK):
                     W[v, t] = X[v, t] * factor[t]
                 T.wgmma_gemm(W, x.k_smem[s, :, :], S)
-                wait_unless(is_there, x.p_ready[after % stages], (after // stages) & 1)
+                wait_unless(is_there, x.p_ready[after % OUT_STAGES], (after // OUT_STAGES) & 1)
                 begin_output_part(after, output_part, x, w)
-                T.copy(x.record_smem[after % QK_STAGES, KEY_DECAY, :], factor)
-                decay = T.if_then_else(is_last != 0, 1.0, chunk_decay(after % QK_STAGES, x))
+                T.copy(x.record_smem[after % qk_stages, KEY_DECAY, :], factor)
+                decay = T.if_then_else(is_last != 0, 1.0, chunk_decay(after % qk_stages, x))
+                T.wait_wgmma(2)  # Q^T dO
+                T.barrier_arrive(x.va_free[p])
                 if not summary:
                     for v, t in T.Parallel(TILE, CHUNK):
                         Y[v, t] = X[v, t] * given_beta[t]
@@ -256,11 +262,10 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                     T.barrier_arrive(x.y_ready[0])
                 T.wait_wgmma(1)  # the update; P^T dO goes on
                 release(x, x.qk_free, s)
-                release(x, x.p_free, p)
                 if first_apart:
-                    T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first), x.once)
+                    T.call_extern("handle", "flashqla::scale_in_place", S.data, T.exp2(first), once)
                 T.copy(S, S_in)
-                enter_gradient(after, S, S_in, X, decay, x, w)
+                enter_gradient(after, S, S_in, X, decay, once, x, w)
         write_state(S, x, w)
 
     @T.macro
@@ -274,13 +279,13 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         factor = T.alloc_fragment((CHUNK,), "float32")
         read_state(S, x, w)
         for i in T.unroll(x.chunks, unroll_factor=1):
-            s = i % QK_STAGES
-            p = i % stages
+            s = i % qk_stages
+            p = i % OUT_STAGES
             T.copy(S, S_in)
-            T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
+            T.barrier_wait(x.qk_ready[s], (i // qk_stages) & 1)
             T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
             load_v(dO, i, x, w)
-            T.barrier_wait(x.p_ready[p], (i // stages) & 1)
+            T.barrier_wait(x.p_ready[p], (i // OUT_STAGES) & 1)
             T.copy(x.record_smem[s, KEY_DECAY, :], factor)
             first: T.float32 = first_decay(x, s) if first_apart else 0.0
             T.wait_wgmma(0)
@@ -291,7 +296,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             T.wait_wgmma(0)
             T.copy(X, W)
             release(x, x.p_free, p)
-            T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
+            T.wgmma_gemm(W, x.a_smem[i % stages, :, :], X, clear_accum=True)
             if first_apart:
                 T.copy(x.record_smem[s, ROW_LOG, :], factor)
                 for t in T.Parallel(CHUNK):
@@ -305,7 +310,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 hand_out_state(S_in, i, x, w)
             load_error_factors(factor, first, s, x)
             T.wait_wgmma(1)  # dY; Q^T dO goes on
-            T.barrier_arrive(x.va_free[p])
+            T.barrier_arrive(x.va_free[i % stages])
             for v, t in T.Parallel(TILE, CHUNK):
                 W[v, t] = X[v, t] * factor[t]
             T.wgmma_gemm(W, x.k_smem[s, :, :], S)
@@ -336,11 +341,11 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     @T.macro
     def load(x):
         for i in T.unroll(x.chunks, unroll_factor=1):
-            s = i % QK_STAGES
+            s = i % qk_stages
             p = i % stages
             chunk = x.chunks - 1 - i if reverse else i
             rows = x.length - chunk * CHUNK
-            T.barrier_wait(x.qk_free[s], ((i // QK_STAGES) & 1) ^ 1)
+            T.barrier_wait(x.qk_free[s], ((i // qk_stages) & 1) ^ 1)
             T.barrier_wait(x.va_free[p], ((i // stages) & 1) ^ 1)
             if rows >= CHUNK:
                 load_tiles(chunk, s, p, x, (x.qk_ready, x.va_ready), s, p)
@@ -414,29 +419,29 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     ):
         # Neighbouring CTAs take the heads of one segment or part, which read the same q and k.
         with T.Kernel(hv * slices, rows if summary else T.truncdiv(rows, parts), threads=THREADS) as (bx, by):
-            T.import_source(cuda("tiles", "segments"))
-            k_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
-            record_smem = T.alloc_shared((QK_STAGES, BACKWARD_RECORD, CHUNK), "float32")
+            T.import_source(cuda("tiles", "segments", "pairs", "chain"))
+            k_smem = T.alloc_shared((qk_stages, CHUNK, HEAD_DIM), dtype)
+            record_smem = T.alloc_shared((qk_stages, BACKWARD_RECORD, CHUNK), "float32")
             v_smem = T.alloc_shared((stages, groups, CHUNK, TILE), dtype)
             a_smem = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             s_smem = T.alloc_shared((groups, HALVES, TILE, TILE), dtype)
             y_smem = T.alloc_shared((groups, CHUNK, TILE), dtype)
-            scaled_smem = T.alloc_shared((stages, CHUNK, TILE), dtype) if scales_do else None  # dO
-            tiles = [v_smem, s_smem, y_smem] + [scaled_smem] * scales_do
-            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in tiles})
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_smem, s_smem, y_smem)})
             T.annotate_min_blocks_per_sm(ctas_per_sm)
             if reverse:
-                q_smem = T.alloc_shared((QK_STAGES, CHUNK, HEAD_DIM), dtype)
-                p_smem = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
-                p_ready = T.alloc_barrier([WARP_GROUP + CHUNK * scales_do] * stages)  # SCORE, SCALE -> STATE
-                p_free = T.alloc_barrier([STATE_END // WARP] * stages)  # STATE -> SCORE
+                q_smem = T.alloc_shared((qk_stages, CHUNK, HEAD_DIM), dtype)
+                p_smem = T.alloc_shared((OUT_STAGES, CHUNK, CHUNK), dtype)
+                p_ready = T.alloc_barrier([WARP_GROUP] * OUT_STAGES)  # SCORE -> STATE
+                p_free = T.alloc_barrier([STATE_END // WARP] * OUT_STAGES)  # STATE -> SCORE
             else:
                 q_smem = p_smem = p_ready = p_free = None
-            qk_ready = T.alloc_barrier([WARP] * QK_STAGES)  # LOAD -> STATE, SCORE
-            qk_free = T.alloc_barrier([QK_READERS] * QK_STAGES)  # STATE, SCORE -> LOAD
+            qk_ready = T.alloc_barrier([WARP] * qk_stages)  # LOAD -> STATE, SCORE
+            qk_free = T.alloc_barrier([QK_READERS] * qk_stages)  # STATE, SCORE -> LOAD
+            q_read = T.alloc_barrier([WARP_GROUP // WARP] * qk_stages) if scales_q else None  # SCORE -> SCALE
+            q_ready = T.alloc_barrier([CHUNK] * qk_stages) if scales_q else None  # SCALE -> STATE
             va_ready = T.alloc_barrier([WARP] * stages)  # LOAD -> STATE
             # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
-            va_free = T.alloc_barrier([STATE_END + CHUNK * scales_do] * stages)  # STATE, SCALE -> LOAD
+            va_free = T.alloc_barrier([STATE_END] * stages)  # STATE -> LOAD
             s_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
             s_free = T.alloc_barrier([WARP])  # STORE -> STATE
             y_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
@@ -468,20 +473,18 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                     if T.Or(chunks < end, end * CHUNK < length):
                         is_inner = 1
                     chunks = chunks - before  # negative where it is forgotten in front
-            once = T.alloc_var("int32")
-            once = T.call_extern("int32", "flashqla::once", parts)
             if leads:
                 T.pdl_sync()  # until what the kernels before wrote is there
                 T.pdl_trigger()  # by then it is there for the forward kernel too
             x = SimpleNamespace(
                 q=q, k=k, v=v, A=A, records=records, entering=entering, leaving=leaving, starts=starts,
-                q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, scaled_smem=scaled_smem, s_smem=s_smem, y_smem=y_smem,
+                q_smem=q_smem, k_smem=k_smem, record_smem=record_smem, v_smem=v_smem, a_smem=a_smem, p_smem=p_smem, s_smem=s_smem, y_smem=y_smem,
                 qk_ready=qk_ready, qk_free=qk_free, va_ready=va_ready, va_free=va_free, p_ready=p_ready, p_free=p_free,
                 s_ready=s_ready, s_free=s_free, y_ready=y_ready, y_free=y_free, tail_ready=tail_ready,
                 tx=tx, sequence=sequence, row=by if summary else (by + 1) * parts if reverse else by * parts - 1, head=head, k_head=k_head,
                 first_column=(bx % slices) * v_tile, slot=slot + before, pair=found[PAIR], chunks_before=index * segment_chunks, bos=first + before * CHUNK,
                 length=length - before * CHUNK, chunks=chunks, is_first=index == 0, is_inner=is_inner,
-                has_entering=has_entering, has_leaving=has_leaving, scale=scale, once=once, stages=stages, first_apart=first_apart,
+                has_entering=has_entering, has_leaving=has_leaving, scale=scale, qk_stages=qk_stages, stages=stages, scales_q=scales_q, first_apart=first_apart, q_read=q_read, q_ready=q_ready,
             )
             if tx < WARP_GROUP:
                 T.inc_max_nreg(state_registers)
@@ -506,8 +509,8 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 elif tx < STORE_END:
                     if not summary:
                         store(x, states, y)
-                elif scales_do:
-                    scale_tokens(x, scale)
+                elif scales_q:
+                    scale_queries(x, scale)
             if not leads:
                 T.pdl_sync()  # until the kernel beside this one has ended: whoever waits for this one needs both
 

@@ -1,5 +1,5 @@
 // Products of the warpgroups COLUMNS of the gradients kernel, and what all of its roles do with accumulators; gradients.py says what it computes.
-// Needs tiles.cuh, records.cuh.
+// Needs tiles.cuh, records.cuh, pairs.cuh.
 //
 // An accumulator of 64x64 is held as tiles.cuh says: this thread has rows row_of(0) and row_of(1), of each 16 columns.
 #include <tl_templates/cuda/intrin.h>

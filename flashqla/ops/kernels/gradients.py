@@ -401,7 +401,7 @@ def build_gradients(dtype: str, l2norm: bool):
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as bx:
-            T.import_source(f"namespace flashqla {{ constexpr bool kBfloat16 = {int(dtype == 'bfloat16')}; }}\n" + cuda("tiles", "records", "segments", "gradients"))
+            T.import_source(f"namespace flashqla {{ constexpr bool kBfloat16 = {int(dtype == 'bfloat16')}; }}\n" + cuda("tiles", "records", "segments", "pairs", "gradients"))
             tile = (TOKEN_STAGES, HALVES, CHUNK, TILE)  # of tokens: halves of V
             do_smem = T.alloc_shared(tile, dtype)
             u_smem = T.alloc_shared(tile, dtype)

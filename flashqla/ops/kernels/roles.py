@@ -8,7 +8,7 @@ import tilelang.language as T
 
 from flashqla.ops.kernels.common import BETA, CHUNK, CHUNK_DECAY, COL_LOG, ERROR_DECAY, HEAD_DIM, KEY_LOG, OUT_SCALE, ROW_LOG, TILE, WARP
 
-QK_STAGES = 3  # of q, k and record: with two, loads are late; four do not fit
+OUT_STAGES = 2  # of P
 
 
 @T.macro
@@ -32,7 +32,7 @@ def wait_unless(is_over, barrier, parity):
 def scale_columns(to, tokens_of, row, i, x):
     """to[v, t] = tokens_of[v, t] * record[row, t]"""
     factor = T.alloc_fragment((CHUNK,), "float32")
-    T.copy(x.record_smem[i % QK_STAGES, row, :], factor)
+    T.copy(x.record_smem[i % x.qk_stages, row, :], factor)
     for v, t in T.Parallel(TILE, CHUNK):
         to[v, t] = tokens_of[v, t] * factor[t]
 
@@ -42,8 +42,8 @@ def prediction_error(W, V, X, i, x):
     """W = beta V - beta decay X, X = K S."""
     beta = T.alloc_fragment((CHUNK,), "float32")
     error_decay = T.alloc_fragment((CHUNK,), "float32")
-    T.copy(x.record_smem[i % QK_STAGES, BETA, :], beta)
-    T.copy(x.record_smem[i % QK_STAGES, ERROR_DECAY, :], error_decay)
+    T.copy(x.record_smem[i % x.qk_stages, BETA, :], beta)
+    T.copy(x.record_smem[i % x.qk_stages, ERROR_DECAY, :], error_decay)
     for v, t in T.Parallel(TILE, CHUNK):
         W[v, t] = V[v, t] * beta[t] + X[v, t] * error_decay[t]
 
@@ -51,7 +51,7 @@ def prediction_error(W, V, X, i, x):
 @T.macro
 def decay_state(S, i, x):
     for v, k in T.Parallel(TILE, HEAD_DIM):
-        S[v, k] = S[v, k] * x.record_smem[i % QK_STAGES, CHUNK_DECAY, 0]
+        S[v, k] = S[v, k] * x.record_smem[i % x.qk_stages, CHUNK_DECAY, 0]
 
 
 @T.macro
@@ -68,46 +68,56 @@ def first_decay(x, s):
 
 @T.macro
 def score(x, scale, dtype):
-    """The role SCORE: P = scale * lower(Q K^T) * R of every chunk."""
+    """The role SCORE: P = scale * lower(Q K^T) * R of every chunk. With SCALE, whoever has waited for P has waited for all that is loaded of the chunk."""
     P = T.alloc_fragment((CHUNK, CHUNK), "float32")
-    R = T.alloc_fragment((CHUNK, CHUNK), "float32")
     P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
-    row = T.alloc_fragment((CHUNK,), "float32")
-    col = T.alloc_fragment((CHUNK,), "float32")
+    once: T.int32 = T.call_extern("int32", "flashqla::once", x.chunks)
     for i in T.unroll(x.chunks, unroll_factor=1):
-        s = i % QK_STAGES
-        p = i % x.stages
-        T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
+        s = i % x.qk_stages
+        p = i % OUT_STAGES
+        T.barrier_wait(x.qk_ready[s], (i // x.qk_stages) & 1)
         T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
-        T.copy(x.record_smem[s, ROW_LOG, :], row)
-        T.copy(x.record_smem[s, COL_LOG, :], col)
-        for t, u in T.Parallel(CHUNK, CHUNK):
-            R[t, u] = T.exp2(row[t] - col[u]) * scale
-        T.barrier_wait(x.p_free[p], ((i // x.stages) & 1) ^ 1)
-        T.wait_wgmma(0)
-        release(x, x.qk_free, s)
         # Above the diagonal the exponential may overflow: a choice, not a product with 0.
-        for t, u in T.Parallel(CHUNK, CHUNK):
-            P_out[t, u] = T.if_then_else(u <= t, P[t, u] * R[t, u], 0.0)
+        if x.scales_q:  # and registers for R
+            R = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            T.call_extern(
+                "handle", "flashqla::make_ratios", R.data, T.address_of(x.record_smem[s, ROW_LOG, 0]), T.address_of(x.record_smem[s, COL_LOG, 0]), scale, once,
+            )
+            T.barrier_wait(x.va_ready[i % x.stages], (i // x.stages) & 1)
+            T.barrier_wait(x.p_free[p], ((i // OUT_STAGES) & 1) ^ 1)
+            T.wait_wgmma(0)
+            release(x, x.q_read, s)
+            release(x, x.qk_free, s)
+            for t, u in T.Parallel(CHUNK, CHUNK):
+                P_out[t, u] = T.if_then_else(u <= t, P[t, u] * R[t, u], 0.0)
+        else:
+            row = T.alloc_fragment((CHUNK,), "float32")
+            col = T.alloc_fragment((CHUNK,), "float32")
+            T.copy(x.record_smem[s, ROW_LOG, :], row)
+            T.copy(x.record_smem[s, COL_LOG, :], col)
+            T.wait_wgmma(0)
+            release(x, x.qk_free, s)
+            for t, u in T.Parallel(CHUNK, CHUNK):
+                P[t, u] = T.if_then_else(u <= t, P[t, u] * (T.exp2(row[t] - col[u]) * scale), 0.0)
+            T.barrier_wait(x.p_free[p], ((i // OUT_STAGES) & 1) ^ 1)
+            T.copy(P, P_out)
         T.call_extern("handle", "flashqla::store_tile", T.address_of(x.p_smem[p, 0, 0]), P_out.data)
         T.fence_proxy_async()
         T.barrier_arrive(x.p_ready[p])
 
 
 @T.macro
-def scale_tokens(x, scale):
-    """The role SCALE: dO of every chunk times the factors of queries, for Q^T dO. Says so together with SCORE: whoever waits for P has waited for all of
-    the chunk."""
+def scale_queries(x, scale):
+    """The role SCALE: Q of every chunk times its factors, in place, when SCORE has read it."""
     token: T.int32 = x.tx % CHUNK
     for i in T.unroll(x.chunks, unroll_factor=1):
-        s = i % QK_STAGES
-        p = i % x.stages
-        T.barrier_wait(x.qk_ready[s], (i // QK_STAGES) & 1)
-        T.barrier_wait(x.va_ready[p], (i // x.stages) & 1)
-        T.barrier_wait(x.p_free[p], ((i // x.stages) & 1) ^ 1)
+        s = i % x.qk_stages
+        turn = (i // x.qk_stages) & 1
+        T.barrier_wait(x.qk_ready[s], turn)
         factor: T.float32 = T.exp2(x.record_smem[s, ROW_LOG, token] - first_decay(x, s)) * scale if x.first_apart else x.record_smem[s, OUT_SCALE, token]
-        T.call_extern("handle", "flashqla::scale_row", T.address_of(x.scaled_smem[p, 0, 0]), T.address_of(x.v_smem[p, 0, 0, 0]), token, factor)
-        release(x, x.qk_free, s)
-        T.barrier_arrive(x.va_free[p])
+        T.barrier_wait(x.q_read[s], turn)
+        for half in T.unroll(HEAD_DIM // TILE):
+            T.call_extern("handle", "flashqla::scale_row", T.address_of(x.q_smem[s, 0, half * TILE]), token, factor)
         T.fence_proxy_async()
-        T.barrier_arrive(x.p_ready[p])
+        T.barrier_arrive(x.q_ready[s])
+        release(x, x.qk_free, s)

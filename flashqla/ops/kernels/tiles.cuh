@@ -3,8 +3,6 @@
 //
 // Thread t of a warpgroup holds, of 64 rows, rows 16*(t/32) + (t%32)/4 + 8*r and columns 8*j + 2*(t%4) + c as element 4*j + 2*r + c.
 // Read the other way round, that is what ldmatrix.trans delivers and stmatrix.trans takes.
-#include <tl_templates/cuda/common.h>
-
 namespace flashqla {
 // Address of 16-byte piece `piece` of row `row` in a tile of 128-byte rows, swizzled as TMA and wgmma do it.
 __device__ __forceinline__ unsigned swizzled(unsigned tile, int row, int piece) {
@@ -45,38 +43,6 @@ template <typename Element> __device__ __forceinline__ void store_tile(void* til
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(swizzled(base, 16 * warp + (lane & 15), 2 * pair + (lane >> 4))),
                  "r"(registers[4 * pair]), "r"(registers[4 * pair + 1]), "r"(registers[4 * pair + 2]), "r"(registers[4 * pair + 3]) : "memory");
 }
-// Two elements of 16 bits, the first one in the low half. A bf16 is the high half of a float: written as a conversion, it takes one more instruction.
-template <typename Element> __device__ __forceinline__ float2 two_floats(unsigned raw) {
-  if constexpr (std::is_same_v<Element, bfloat16_t>) return make_float2(__uint_as_float(raw << 16), __uint_as_float(raw & 0xffff0000u));
-  const Element* values = reinterpret_cast<const Element*>(&raw);
-  return make_float2(float(values[0]), float(values[1]));
-}
-template <typename Element> __device__ __forceinline__ unsigned pack(float x, float y) {
-  const Element pair[2] = {Element(x), Element(y)};
-  return *reinterpret_cast<const unsigned*>(pair);
-}
-// to[row, :] = from[row, :] * factor, of tiles of 64 columns; by a thread for each row, of which eight side by side read all banks.
-template <typename Element> __device__ __forceinline__ void scale_row(Element* to, const Element* from, int row, float factor) {
-  const unsigned source = static_cast<unsigned>(__cvta_generic_to_shared(from)), target = static_cast<unsigned>(__cvta_generic_to_shared(to));
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    unsigned words[4][4];
-#pragma unroll
-    for (int piece = 0; piece < 4; ++piece)
-      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(words[piece][0]), "=r"(words[piece][1]), "=r"(words[piece][2]), "=r"(words[piece][3]) : "r"(swizzled(source, row, 4 * half + piece)) : "memory");
-#pragma unroll
-    for (int piece = 0; piece < 4; ++piece) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 x = two_floats<Element>(words[piece][i]);
-        words[piece][i] = pack<Element>(x.x * factor, x.y * factor);
-      }
-      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};"
-                   ::"r"(swizzled(target, row, 4 * half + piece)), "r"(words[piece][0]), "r"(words[piece][1]), "r"(words[piece][2]), "r"(words[piece][3]) : "memory");
-    }
-  }
-}
 // Two tiles side by side: tiles[h][i, j] = fragment[i, 64 h + j]
 template <typename Element> __device__ __forceinline__ void store_tiles(void* tiles, Element* fragment) {
   store_tile(tiles, fragment);
@@ -111,32 +77,5 @@ template <int kLines> __device__ __forceinline__ void prefetch_rows(const void* 
 // The same for bytes in a row, by one lane.
 __device__ __forceinline__ void prefetch_block(const void* block, int bytes) {
   if ((threadIdx.x & 31) == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(block), "r"(bytes));
-}
-
-// 1, of which the compiler does not know it, from any positive number. What stands in a loop of so many rounds is done there and then; else ptxas puts
-// it off until its results are needed, from beside a product to the path behind it.
-__device__ __forceinline__ int once(int positive) {
-  int rounds = min(positive, 1);
-  asm volatile("" : "+r"(rounds));
-  return rounds;
-}
-// A state in registers times a number, there and then.
-__device__ __forceinline__ void scale_in_place(float* state, float factor, int rounds) {
-#pragma unroll 1
-  do {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(state[i]) : "f"(factor));
-  } while (--rounds > 0);
-}
-
-// A barrier asked whether its phase is over, and later waited for if it was not: the answer takes about 50 cycles, for which there is something to do.
-template <typename Barrier> __device__ __forceinline__ int peek(Barrier& barrier, int parity) {
-  int over;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(over) : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&barrier))), "r"(parity) : "memory");
-  return over;
-}
-template <typename Barrier> __device__ __forceinline__ void wait_unless(int over, Barrier& barrier, int parity) {
-  if (!over) barrier.wait(parity);
 }
 }  // namespace flashqla
