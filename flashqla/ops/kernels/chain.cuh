@@ -47,26 +47,18 @@ template <typename Barrier> __device__ __forceinline__ void wait_unless(int over
   if (!over) barrier.wait(parity);
 }
 
-// A row of a tile of 64 columns times a number; by a thread for each row, of which eight side by side read all banks.
-template <typename Element> __device__ __forceinline__ void scale_row(Element* tile, int row, float factor) {
-  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+// to[v, t] = tokens_of[v, t] * factors[t], of which this thread has those of its columns. There and then.
+template <typename Element> __device__ __forceinline__ void scaled_columns(Element* to, const Element* tokens_of, const float* factors, int rounds) {
+#pragma unroll 1
+  do {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    unsigned words[4][4];
-#pragma unroll
-    for (int piece = 0; piece < 4; ++piece)
-      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(words[piece][0]), "=r"(words[piece][1]), "=r"(words[piece][2]), "=r"(words[piece][3]) : "r"(swizzled(base, row, 4 * half + piece)) : "memory");
-#pragma unroll
-    for (int piece = 0; piece < 4; ++piece) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 x = two_floats<Element>(words[piece][i]);
-        words[piece][i] = pack<Element>(x.x * factor, x.y * factor);
-      }
-      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};"
-                   ::"r"(swizzled(base, row, 4 * half + piece)), "r"(words[piece][0]), "r"(words[piece][1]), "r"(words[piece][2]), "r"(words[piece][3]) : "memory");
+    for (int e = 0; e < 32; e += 2) {
+      const float2 x = two_floats<Element>(*reinterpret_cast<const unsigned*>(tokens_of + e));
+      float left, right;
+      asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(left) : "f"(x.x), "f"(factors[e / 4 * 2]));
+      asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(right) : "f"(x.y), "f"(factors[e / 4 * 2 + 1]));
+      *reinterpret_cast<unsigned*>(to + e) = pack<Element>(left, right);
     }
-  }
+  } while (--rounds > 0);
 }
 }  // namespace flashqla

@@ -63,7 +63,6 @@ from flashqla.ops.kernels.roles import (
     prediction_error,
     release,
     scale_columns,
-    scale_queries,
     score,
     wait_unless,
 )
@@ -71,7 +70,7 @@ from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, P
 
 HALVES = HEAD_DIM // TILE
 # Registers a thread of STATE, SCORE (reverse only) and the rest, by direction and number of state warpgroups: no more than the CTA starts with.
-REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 56), (True, 2): (192, 88, 40)}
+REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 40), (True, 2): (192, 88, 40)}
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -88,10 +87,10 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     LOAD_END = SCORE_END + WARP
     STORE_END = LOAD_END + WARP
     THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
-    scales_q = reverse and groups == 1  # a role SCALE
+    scores_lead = reverse and groups == 1
     # Of q, k and record; and of v and A: what is asked for takes more than a chunk to come, and dO is needed a chunk ahead. More do not fit.
-    qk_stages, stages = (4, 3) if scales_q else (3, 2)
-    QK_READERS = SCORE_END // WARP + CHUNK // WARP * scales_q
+    qk_stages, stages = (4, 3) if scores_lead else (3, 2)
+    QK_READERS = SCORE_END // WARP
 
     tokens, slots, state_slots, hk, hv, sequences, rows, offsets = (
         T.dynamic(x) for x in ("tokens", "slots", "state_slots", "hk", "hv", "sequences", "rows", "offsets")
@@ -184,9 +183,24 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             T.copy(x.record_smem[s, ERROR_DECAY, :], factor)
 
     @T.macro
-    def begin_output_part(i, output_part, x, w):
+    def begin_output_part(i, dO, output_part, x, w):
         """P^T dO of chunk i, which nothing in front of it has a part in."""
-        T.wgmma_gemm(x.v_smem[i % stages, w, :, :], x.p_smem[i % OUT_STAGES, :, :], output_part, transpose_A=True, clear_accum=True)
+        T.call_extern("handle", "flashqla::load_transposed", dO.data, T.access_ptr(x.v_smem[i % stages, w, 0, 0], "r"))
+        T.wgmma_gemm(dO, x.p_smem[i % OUT_STAGES, :, :], output_part, clear_accum=True)
+
+    @T.macro
+    def prepare_gradient(i, dO, dO_in, factor, once, x):
+        """What chunk i needs of its own: dO times the factors of queries, and the factors of X."""
+        s = i % qk_stages
+        if first_apart:
+            first: T.float32 = first_decay(x, s)
+            T.copy(x.record_smem[s, ROW_LOG, :], factor)
+            for t in T.Parallel(CHUNK):
+                factor[t] = T.exp2(factor[t] - first) * x.scale
+        else:
+            T.copy(x.record_smem[s, OUT_SCALE, :], factor)
+        T.call_extern("handle", "flashqla::scaled_columns", dO_in.data, dO.data, factor.data, once)
+        T.copy(x.record_smem[s, KEY_DECAY, :], factor)
 
     @T.macro
     def enter_gradient(i, S, S_in, X, decay, once, x, w):
@@ -202,7 +216,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     @T.macro
     def state_reverse_alone(x, w):
         """One state warpgroup: P^T dO of a chunk runs beside the end of the one before, Q^T dO under the conversion of dY, and whatever can be
-        waited for, read or written beside a product is. SCORE and SCALE have waited for all of a chunk before they say that P is ready.
+        waited for, read or written beside a product is. SCORE has waited for all of a chunk before it says that P is ready.
 
         Nothing is under way where the loop turns: wgmma across its back edge would be serialized. It enters one chunk more than there is, on whatever
         stands in shared memory, and without decay.
@@ -211,6 +225,8 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
         output_part = T.alloc_fragment((TILE, CHUNK), "float32")
+        dO = T.alloc_fragment((TILE, CHUNK), dtype)  # of the chunk to come
+        dO_in = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
         Y = T.alloc_fragment((TILE, CHUNK), dtype)
         factor = T.alloc_fragment((CHUNK,), "float32")
@@ -221,8 +237,8 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         if x.chunks > 0:
             T.copy(S, S_in)
             T.barrier_wait(x.p_ready[0], 0)
-            begin_output_part(0, output_part, x, w)
-            T.copy(x.record_smem[0, KEY_DECAY, :], factor)
+            begin_output_part(0, dO, output_part, x, w)
+            prepare_gradient(0, dO, dO_in, factor, once, x)
             decay = chunk_decay(0, x)
             enter_gradient(0, S, S_in, X, decay, once, x, w)
             for i in T.unroll(x.chunks, unroll_factor=1):
@@ -230,12 +246,10 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 p = i % stages
                 after: T.int32 = i + 1
                 release(x, x.p_free, i % OUT_STAGES)
-                has_queries: T.int32 = peek(x.q_ready[s], (i // qk_stages) & 1)
                 for v, t in T.Parallel(TILE, CHUNK):
                     W[v, t] = X[v, t] * factor[t] + output_part[v, t]
                 T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
-                wait_unless(has_queries, x.q_ready[s], (i // qk_stages) & 1)
-                T.wgmma_gemm(x.v_smem[p, w, :, :], x.q_smem[s, :, :], S, transpose_A=True)
+                T.wgmma_gemm(dO_in, x.q_smem[s, :, :], S)
                 first: T.float32 = first_decay(x, s) if first_apart else 0.0
                 load_error_factors(factor, first, s, x)
                 if not summary:
@@ -245,21 +259,21 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 if not summary:
                     has_room: T.int32 = peek(x.y_free[0], (i & 1) ^ 1)
                 T.wait_wgmma(1)  # dY; Q^T dO goes on
+                T.barrier_arrive(x.va_free[p])
                 for v, t in T.Parallel(TILE, CHUNK):
                     W[v, t] = X[v, t] * factor[t]
                 T.wgmma_gemm(W, x.k_smem[s, :, :], S)
                 wait_unless(is_there, x.p_ready[after % OUT_STAGES], (after // OUT_STAGES) & 1)
-                begin_output_part(after, output_part, x, w)
-                T.copy(x.record_smem[after % qk_stages, KEY_DECAY, :], factor)
+                begin_output_part(after, dO, output_part, x, w)
                 decay = T.if_then_else(is_last != 0, 1.0, chunk_decay(after % qk_stages, x))
-                T.wait_wgmma(2)  # Q^T dO
-                T.barrier_arrive(x.va_free[p])
                 if not summary:
                     for v, t in T.Parallel(TILE, CHUNK):
                         Y[v, t] = X[v, t] * given_beta[t]
                     wait_unless(has_room, x.y_free[0], (i & 1) ^ 1)
                     T.call_extern("handle", "flashqla::store_transposed", T.access_ptr(x.y_smem[w, 0, 0], "r"), Y.data)
                     T.barrier_arrive(x.y_ready[0])
+                T.wait_wgmma(2)  # Q^T dO
+                prepare_gradient(after, dO, dO_in, factor, once, x)
                 T.wait_wgmma(1)  # the update; P^T dO goes on
                 release(x, x.qk_free, s)
                 if first_apart:
@@ -437,8 +451,6 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 q_smem = p_smem = p_ready = p_free = None
             qk_ready = T.alloc_barrier([WARP] * qk_stages)  # LOAD -> STATE, SCORE
             qk_free = T.alloc_barrier([QK_READERS] * qk_stages)  # STATE, SCORE -> LOAD
-            q_read = T.alloc_barrier([WARP_GROUP // WARP] * qk_stages) if scales_q else None  # SCORE -> SCALE
-            q_ready = T.alloc_barrier([CHUNK] * qk_stages) if scales_q else None  # SCALE -> STATE
             va_ready = T.alloc_barrier([WARP] * stages)  # LOAD -> STATE
             # Every thread arrives that has read: racecheck does not see what a warp barrier orders.
             va_free = T.alloc_barrier([STATE_END] * stages)  # STATE -> LOAD
@@ -484,7 +496,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 tx=tx, sequence=sequence, row=by if summary else (by + 1) * parts if reverse else by * parts - 1, head=head, k_head=k_head,
                 first_column=(bx % slices) * v_tile, slot=slot + before, pair=found[PAIR], chunks_before=index * segment_chunks, bos=first + before * CHUNK,
                 length=length - before * CHUNK, chunks=chunks, is_first=index == 0, is_inner=is_inner,
-                has_entering=has_entering, has_leaving=has_leaving, scale=scale, qk_stages=qk_stages, stages=stages, scales_q=scales_q, first_apart=first_apart, q_read=q_read, q_ready=q_ready,
+                has_entering=has_entering, has_leaving=has_leaving, scale=scale, qk_stages=qk_stages, stages=stages, leads=scores_lead,
             )
             if tx < WARP_GROUP:
                 T.inc_max_nreg(state_registers)
@@ -509,8 +521,6 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 elif tx < STORE_END:
                     if not summary:
                         store(x, states, y)
-                elif scales_q:
-                    scale_queries(x, scale)
             if not leads:
                 T.pdl_sync()  # until the kernel beside this one has ended: whoever waits for this one needs both
 

@@ -68,7 +68,8 @@ def first_decay(x, s):
 
 @T.macro
 def score(x, scale, dtype):
-    """The role SCORE: P = scale * lower(Q K^T) * R of every chunk. With SCALE, whoever has waited for P has waited for all that is loaded of the chunk."""
+    """The role SCORE: P = scale * lower(Q K^T) * R of every chunk. Where it `leads`, whoever has waited for P has waited for all that is loaded of the
+    chunk."""
     P = T.alloc_fragment((CHUNK, CHUNK), "float32")
     P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
     once: T.int32 = T.call_extern("int32", "flashqla::once", x.chunks)
@@ -78,7 +79,7 @@ def score(x, scale, dtype):
         T.barrier_wait(x.qk_ready[s], (i // x.qk_stages) & 1)
         T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
         # Above the diagonal the exponential may overflow: a choice, not a product with 0.
-        if x.scales_q:  # and registers for R
+        if x.leads:  # and has registers for R
             R = T.alloc_fragment((CHUNK, CHUNK), "float32")
             T.call_extern(
                 "handle", "flashqla::make_ratios", R.data, T.address_of(x.record_smem[s, ROW_LOG, 0]), T.address_of(x.record_smem[s, COL_LOG, 0]), scale, once,
@@ -86,7 +87,6 @@ def score(x, scale, dtype):
             T.barrier_wait(x.va_ready[i % x.stages], (i // x.stages) & 1)
             T.barrier_wait(x.p_free[p], ((i // OUT_STAGES) & 1) ^ 1)
             T.wait_wgmma(0)
-            release(x, x.q_read, s)
             release(x, x.qk_free, s)
             for t, u in T.Parallel(CHUNK, CHUNK):
                 P_out[t, u] = T.if_then_else(u <= t, P[t, u] * R[t, u], 0.0)
@@ -105,19 +105,3 @@ def score(x, scale, dtype):
         T.fence_proxy_async()
         T.barrier_arrive(x.p_ready[p])
 
-
-@T.macro
-def scale_queries(x, scale):
-    """The role SCALE: Q of every chunk times its factors, in place, when SCORE has read it."""
-    token: T.int32 = x.tx % CHUNK
-    for i in T.unroll(x.chunks, unroll_factor=1):
-        s = i % x.qk_stages
-        turn = (i // x.qk_stages) & 1
-        T.barrier_wait(x.qk_ready[s], turn)
-        factor: T.float32 = T.exp2(x.record_smem[s, ROW_LOG, token] - first_decay(x, s)) * scale if x.first_apart else x.record_smem[s, OUT_SCALE, token]
-        T.barrier_wait(x.q_read[s], turn)
-        for half in T.unroll(HEAD_DIM // TILE):
-            T.call_extern("handle", "flashqla::scale_row", T.address_of(x.q_smem[s, 0, half * TILE]), token, factor)
-        T.fence_proxy_async()
-        T.barrier_arrive(x.q_ready[s])
-        release(x, x.qk_free, s)
