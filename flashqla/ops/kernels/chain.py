@@ -24,7 +24,7 @@ A third kind, the summary, is the reverse recurrence over a part of a segment fr
 nothing else. It leaves out what is forgotten in front of it in its segment, where that is all of a part without a word, and the first segment, from
 which nothing follows.
 
-    STATE  one or two warpgroups, 64 columns of V each           LOAD   one warp: TMA in, zeros past the end of a sequence
+    STATE  one or two warpgroups, 64 columns of V each           LOAD   one warp, or two: TMA in, zeros past the end of a sequence
     SCORE  one warpgroup, reverse: P                             STORE  one warp: states and y out
 """
 
@@ -69,6 +69,7 @@ from flashqla.ops.kernels.roles import (
 from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, PAIR, SEQUENCE, SLOT, find_segment
 
 HALVES = HEAD_DIM // TILE
+QK, VA = range(2)  # of what is loaded
 # Registers a thread of STATE, SCORE (reverse only) and the rest, by direction and number of state warpgroups: no more than the CTA starts with.
 REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 40), (True, 2): (192, 88, 40)}
 
@@ -84,7 +85,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
     ctas_per_sm = 2 if not reverse and groups == 1 else 1
     STATE_END = groups * WARP_GROUP
     SCORE_END = STATE_END + (WARP_GROUP if reverse else 0)
-    LOAD_END = SCORE_END + WARP
+    LOAD_END = SCORE_END + 2 * WARP
     STORE_END = LOAD_END + WARP
     THREADS = SCORE_END + WARP_GROUP  # registers are handed out to whole warpgroups
     scores_lead = reverse and groups == 1
@@ -248,10 +249,10 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                 release(x, x.p_free, i % OUT_STAGES)
                 for v, t in T.Parallel(TILE, CHUNK):
                     W[v, t] = X[v, t] * factor[t] + output_part[v, t]
-                T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
-                T.wgmma_gemm(dO_in, x.q_smem[s, :, :], S)
                 first: T.float32 = first_decay(x, s) if first_apart else 0.0
                 load_error_factors(factor, first, s, x)
+                T.wgmma_gemm(W, x.a_smem[p, :, :], X, clear_accum=True)
+                T.wgmma_gemm(dO_in, x.q_smem[s, :, :], S)
                 if not summary:
                     T.copy(x.record_smem[s, GIVEN_BETA, :], given_beta)
                 is_last: T.int32 = T.if_then_else(after == x.chunks, 1, 0)
@@ -341,42 +342,60 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         write_state(S, x, w)
 
     @T.macro
-    def load_tiles(chunk, s, p, x, ready, qk_stage, va_stage):
+    def load_keys(chunk, s, x, ready, stage):
         first = x.bos + chunk * CHUNK
         if reverse:
-            T.tma_copy(x.q[first:first + CHUNK, x.k_head, :], x.q_smem[s, :, :], barrier=ready[0][qk_stage])
-        T.tma_copy(x.k[first:first + CHUNK, x.k_head, :], x.k_smem[s, :, :], barrier=ready[0][qk_stage])
-        T.tma_copy(x.records[x.slot + chunk, x.head, :, :], x.record_smem[s, :, :], barrier=ready[0][qk_stage])
-        for w in T.unroll(groups):
-            column = x.first_column + w * TILE
-            T.tma_copy(x.v[first:first + CHUNK, x.head, column:column + TILE], x.v_smem[p, w, :, :], barrier=ready[1][va_stage])
-        T.tma_copy(x.A[first:first + CHUNK, x.head, :], x.a_smem[p, :, :], barrier=ready[1][va_stage])
+            T.tma_copy(x.q[first:first + CHUNK, x.k_head, :], x.q_smem[s, :, :], barrier=ready[stage])
+        T.tma_copy(x.k[first:first + CHUNK, x.k_head, :], x.k_smem[s, :, :], barrier=ready[stage])
+        T.tma_copy(x.records[x.slot + chunk, x.head, :, :], x.record_smem[s, :, :], barrier=ready[stage])
 
     @T.macro
-    def load(x):
+    def load_values(chunk, p, x, ready, stage):
+        first = x.bos + chunk * CHUNK
+        for w in T.unroll(groups):
+            column = x.first_column + w * TILE
+            T.tma_copy(x.v[first:first + CHUNK, x.head, column:column + TILE], x.v_smem[p, w, :, :], barrier=ready[stage])
+        T.tma_copy(x.A[first:first + CHUNK, x.head, :], x.a_smem[p, :, :], barrier=ready[stage])
+
+    @T.macro
+    def load(x, what):
+        """Of every chunk q, k and record (QK), or v and A (VA), or both."""
         for i in T.unroll(x.chunks, unroll_factor=1):
             s = i % qk_stages
             p = i % stages
             chunk = x.chunks - 1 - i if reverse else i
             rows = x.length - chunk * CHUNK
-            T.barrier_wait(x.qk_free[s], ((i // qk_stages) & 1) ^ 1)
-            T.barrier_wait(x.va_free[p], ((i // stages) & 1) ^ 1)
+            if QK in what:
+                T.barrier_wait(x.qk_free[s], ((i // qk_stages) & 1) ^ 1)
+            if VA in what:
+                T.barrier_wait(x.va_free[p], ((i // stages) & 1) ^ 1)
             if rows >= CHUNK:
-                load_tiles(chunk, s, p, x, (x.qk_ready, x.va_ready), s, p)
+                if QK in what:
+                    load_keys(chunk, s, x, x.qk_ready, s)
+                if VA in what:
+                    load_values(chunk, p, x, x.va_ready, p)
             else:  # the rows past the end belong to another sequence, or to nobody: zeros leave the state alone
-                load_tiles(chunk, s, p, x, (x.tail_ready, x.tail_ready), 0, 0)
-                T.barrier_arrive(x.tail_ready[0])
-                T.barrier_wait(x.tail_ready[0], 0)
-                for w in T.unroll(HALVES):
-                    if reverse:
-                        T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.q_smem[s, 0, w * TILE]), rows)
-                    T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.k_smem[s, 0, w * TILE]), rows)
-                for w in T.unroll(groups):
-                    T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.v_smem[p, w, 0, 0]), rows)
-                T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.a_smem[p, 0, 0]), rows)
+                tail = what[0]
+                if QK in what:
+                    load_keys(chunk, s, x, x.tail_ready, tail)
+                if VA in what:
+                    load_values(chunk, p, x, x.tail_ready, tail)
+                T.barrier_arrive(x.tail_ready[tail])
+                T.barrier_wait(x.tail_ready[tail], 0)
+                if QK in what:
+                    for w in T.unroll(HALVES):
+                        if reverse:
+                            T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.q_smem[s, 0, w * TILE]), rows)
+                        T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.k_smem[s, 0, w * TILE]), rows)
+                if VA in what:
+                    for w in T.unroll(groups):
+                        T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.v_smem[p, w, 0, 0]), rows)
+                    T.call_extern("handle", "flashqla::zero_rows", T.address_of(x.a_smem[p, 0, 0]), rows)
                 T.fence_proxy_async()
-            T.barrier_arrive(x.qk_ready[s])
-            T.barrier_arrive(x.va_ready[p])
+            if QK in what:
+                T.barrier_arrive(x.qk_ready[s])
+            if VA in what:
+                T.barrier_arrive(x.va_ready[p])
 
     @T.macro
     def store(x, states, y):
@@ -458,7 +477,7 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
             s_free = T.alloc_barrier([WARP])  # STORE -> STATE
             y_ready = T.alloc_barrier([STATE_END])  # STATE -> STORE
             y_free = T.alloc_barrier([WARP])  # STORE -> STATE
-            tail_ready = T.alloc_barrier([WARP])  # TMA -> LOAD
+            tail_ready = T.alloc_barrier([WARP] * 2)  # TMA -> LOAD
 
             tx = T.get_thread_binding()
             head = bx // slices
@@ -516,8 +535,11 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
                     score(x, scale, dtype)
             else:
                 T.dec_max_nreg(service_registers)
-                if tx < LOAD_END:
-                    load(x)
+                if tx < SCORE_END + WARP:
+                    load(x, (QK,) if groups == 1 else (QK, VA))
+                elif tx < LOAD_END:
+                    if groups == 1:
+                        load(x, (VA,))
                 elif tx < STORE_END:
                     if not summary:
                         store(x, states, y)
