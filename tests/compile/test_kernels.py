@@ -197,14 +197,15 @@ def test_chain(arguments: tuple[str, int, str, str]) -> None:
     built = build("chain", *arguments)
     kind, v_tile, dtype, _ = arguments
     groups, reverse, writes = v_tile // 64, kind != "forward", kind != "summary"
+    ahead = reverse and groups == 1  # the first chunk is entered in front of the loop, the others at its end
     state, score, service = import_module("flashqla.ops.kernels.chain").REGISTERS[reverse, groups]
     assert_nothing_was_given_up(built)
     assert_fits(built, 2 if (reverse, groups) == (False, 1) else 1, [state] * groups + [score] * reverse + [service])
     found = built.opcodes
     # Products in steps of 16: K S takes 8, A W, K^T U, P^T dO and Q^T dO 4, Q K^T 8.
-    assert found["HGMMA"] == groups * (8 + 2 * 4) + reverse * (groups * 2 * 4 + 8)
-    assert found["LDSM"] == groups * 4  # v or dO
-    assert found["STSM"] == writes * groups * (8 + 4) + reverse * 4  # the state and y; P
+    assert found["HGMMA"] == groups * (8 + 2 * 4) + reverse * (groups * 2 * 4 + 8) + ahead * (8 + 4)
+    assert found["LDSM"] == (groups + ahead) * 4  # v or dO
+    assert found["STSM"] == writes * (groups * (8 + 4) + ahead * 8) + reverse * 4  # the state and y; P
     # k, q, record, v, A, of whole chunks and of the last
     assert found["UTMALDG"] == 2 * (2 * (1 + reverse) + 1 + groups + 1)
     assert found["UTMASTG"] == writes * groups * (2 + 1)  # the state and y
@@ -213,23 +214,28 @@ def test_chain(arguments: tuple[str, int, str, str]) -> None:
     # The reverse kernel waits for those before it; the others, after all roles, for the one beside them.
     before_roles = built.source.index("cudaGridDependencySynchronize()") < built.source.index("warpgroup_reg_")
     assert before_roles == (kind == "reverse")
-    assert built.source.count("scale_in_place(") == 2 * groups * (reverse and dtype == "float16")
+    assert built.source.count("scale_in_place(") == reverse * (groups + ahead + groups * (dtype == "float16"))
+    assert built.source.count("make_ratios(") == ahead
     fence = r"[^;]*; tl::fence_proxy_async\(\); "
     # STORE fences what the state warpgroups have handed out, when it is there and before it is copied.
     guard = r"(?:\} if \([^;{]*\) \{ )?"  # TileLang repeats a condition around each statement under it
-    assert len(re.findall(rf"store_tiles\([^;]*; {guard}s_ready[^;]*arrive\(\);", built.source)) == writes * groups
+    handed_out = rf"store_tiles\([^;]*; {guard}s_ready[^;]*arrive\(\);"
+    assert len(re.findall(handed_out, built.source)) == writes * (groups + ahead)
     assert len(re.findall(r"store_transposed\([^;]*; y_ready[^;]*arrive\(\);", built.source)) == writes * groups
     elected = r"if \([^;{]*\) \{ (?:#pragma unroll for \([^{]*\) \{ )*"
     for ready, copied in (("s_ready", "states_desc"), ("y_ready", "y_desc")):
         waited = rf"{ready}\[0\]\.wait\([^;]*; (?:if \([^;{{]*\) \{{ )?"
         fenced = rf"tl::fence_proxy_async\(\); {elected}tl::tma_store\({copied},"
         assert len(re.findall(waited + fenced, built.source)) == writes
-    tiles = ["q_smem"] * reverse + ["k_smem", "v_smem", "a_smem"]
-    zeroed = r".*".join(rf"zero_rows\([^;]*{tile}" for tile in tiles)
-    published = fence + r"\} qk_ready[^;]*arrive\(\); va_ready[^;]*arrive\(\);"
-    assert re.search(zeroed + published, built.source)
+    keys, values = ["q_smem"] * reverse + ["k_smem"], ["v_smem", "a_smem"]
+    apart, together = [(keys, ["qk_ready"]), (values, ["va_ready"])], [(keys + values, ["qk_ready", "va_ready"])]
+    loads = apart if groups == 1 else together
+    for tiles, ready in loads:
+        zeroed = r".*".join(rf"zero_rows\([^;]*{tile}" for tile in tiles)
+        published = r" ".join(rf"{barrier}[^;]*arrive\(\);" for barrier in ready)
+        assert re.search(zeroed + fence + r"\} " + published, built.source)
     # What is read from shared memory for a product calls for no fence: those of the state, y, P and the last chunk.
-    assert built.source.count("fence_proxy_async") == writes * 2 + reverse + 1
+    assert built.source.count("fence_proxy_async") == writes * 2 + reverse + len(loads)
     if writes:
         last = in_order(
             "tma_store(y_desc", "else", "*(uint4*)(y + ", "y_free[", "arrive();", "tma_store_wait<0, false>();"

@@ -31,12 +31,11 @@ KEY_DECAY = 4  # 2^(G[last] - G) * rk   factor of k in the state that leaves the
 CHUNK_DECAY = 5  # 2^G[last], then G[last]
 RECORD = 6
 # The backward pass has rows of its own after those, and one instead of DECAY.
-GIVEN_BETA = 2  # what dY is handed out with: beta, but 1 where that is below SMALL_BETA
+GIVEN_BETA = 2  # what dY is handed out with: beta, but 1 where that is small (records.cuh)
 BETA = 6
 ERROR_DECAY = 7  # -beta * 2^G * rk, factor of k . S in W
 KEY_LOG = 8  # G + log2(rk)      2^(KEY_LOG[i] - COL_LOG[j]) is the factor of beta[i] k_i . k_j in M
 BACKWARD_RECORD = 9
-SMALL_BETA = 2.0**-10  # below, the gradient of beta does not come from what was scaled by beta; kSmallBeta in records.cuh
 FORGOTTEN = -24.0  # base-2 log of a decay that leaves of a state less than a rounding of fp32
 # Chunk c of sequence n has the slot cu_seqlens[n] // 64 + n + c. That needs no table, keeps apart the chunks of different sequences, and leaves
 # at most one slot a sequence unused. Pairs of chunks, 2p and 2p + 1, have slots of their own in the same way: cu_seqlens[n] // 128 + n + p.

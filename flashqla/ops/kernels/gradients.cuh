@@ -32,9 +32,6 @@ enum { kQuery = 0, kKey = 512, kWritten = 1024, kRow = 1536, kBetaRow = 1600, kD
 // Rows of a record, as in common.py.
 enum { kRowLog = 0, kColLog = 64, kKeyDecay = 256, kChunkDecay = 320, kBeta = 384, kKeyLog = 512 };
 
-// What is left of beta beside the gradient of V, which a beta that is not small is part of already.
-__device__ __forceinline__ float other_beta(float beta, float small) { return fabsf(beta) < small ? beta : 1.f; }
-
 __device__ __forceinline__ void put_work(int* work, int rows, int first, int head, int ahead) {
   if ((threadIdx.x & 31) == 0) *reinterpret_cast<int4*>(work) = make_int4(rows, first, head, ahead);
 }
@@ -174,11 +171,11 @@ __device__ __forceinline__ void add_product(float* sum, const float* product, co
 }
 // The product dY S^T makes E S^T.
 template <typename Element>
-__device__ __forceinline__ void add_error_product(float* sum, const float* product, const void* tile, const float* record, float small, float* out) {
+__device__ __forceinline__ void add_error_product(float* sum, const float* product, const void* tile, const float* record, float* out) {
   float factor[2];
   const float one[2] = {1.f, 1.f};
 #pragma unroll
-  for (int r = 0; r < 2; ++r) factor[r] = -other_beta(record[kBeta + row_of(r)], small) * ex2(record[kKeyLog + row_of(r)]);
+  for (int r = 0; r < 2; ++r) factor[r] = -other_beta(record[kBeta + row_of(r)]) * ex2(record[kKeyLog + row_of(r)]);
   add_rows<Element>(sum, product, tile, factor, one, out);
 }
 
@@ -288,7 +285,7 @@ __device__ __forceinline__ void query_scores(const float* dp, const float* qk, c
 // From dY U^T (with beta in dY or not, as `other_beta` tells): X = dM * R * beta, as X + X^T. `diagonal` is what the product
 // has on its diagonal.
 template <typename Element>
-__device__ __forceinline__ void key_scores(const float* du, const float* kk, const float* record, float small, void* x, float* row_sum, float* column_sum,
+__device__ __forceinline__ void key_scores(const float* du, const float* kk, const float* record, void* x, float* row_sum, float* column_sum,
                                            float* beta_sum, float* diagonal) {
   const Position at;
   float columns[16] = {};
@@ -297,7 +294,7 @@ __device__ __forceinline__ void key_scores(const float* du, const float* kk, con
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     row_log[r] = record[kKeyLog + row_of(r)];
-    beta[r] = other_beta(record[kBeta + row_of(r)], small);
+    beta[r] = other_beta(record[kBeta + row_of(r)]);
     beta_sum[r] = 0.f;
   }
 #pragma unroll
@@ -480,7 +477,7 @@ __device__ __forceinline__ void read_sums(const float* sums, float* out) {
 // Gradients of gate and beta, by that warp. Rows of dV whose beta is small come without it: they get it here.
 template <typename Element>
 __device__ __forceinline__ void gate_gradients(const float* factors, const float* of_roles, const Element* v, long long v_stride, Element* dv, long long dv_stride,
-                                               float* dg, float* dbeta, long long stride, int rows, float small) {
+                                               float* dg, float* dbeta, long long stride, int rows) {
   const int lane = threadIdx.x & 31;
   Factors of;
   Sums sums;
@@ -495,8 +492,8 @@ __device__ __forceinline__ void gate_gradients(const float* factors, const float
   inner *= of.chunk_decay;
 
   // What token i has its gate for: everything that tokens from i on read of what was before i. What tokens before i wrote reaches the end.
-  const float2 read = make_float2(query.x - other_beta(beta.x, small) * decay.x * key.x + row.x - column.x,
-                                  query.y - other_beta(beta.y, small) * decay.y * key.y + row.y - column.y);
+  const float2 read = make_float2(query.x - other_beta(beta.x) * decay.x * key.x + row.x - column.x,
+                                  query.y - other_beta(beta.y) * decay.y * key.y + row.y - column.y);
   float from = read.x + read.y, until = written.x + written.y;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -518,9 +515,9 @@ __device__ __forceinline__ void gate_gradients(const float* factors, const float
 #pragma unroll 1
   for (int c = 0; c < 2; ++c) {
     const float b = c ? beta.y : beta.x;
-    const bool is_row = token + c < rows, is_small = fabsf(b) < small;
+    const bool is_row = token + c < rows;
     float gradient = (c ? diagonal.y : diagonal.x) / (b * b);
-    unsigned rest = __ballot_sync(~0u, is_row && is_small);
+    unsigned rest = __ballot_sync(~0u, is_row && is_small(b));
     while (rest) {
       const int owner = __ffs(rest) - 1;
       rest &= rest - 1;

@@ -44,7 +44,6 @@ from flashqla.ops.kernels.common import (
     KEY_DECAY,
     MANUAL_ROLES,
     OUT_SCALE,
-    SMALL_BETA,
     TILE,
     WARP,
     WARP_GROUP,
@@ -134,7 +133,7 @@ def build_gradients(dtype: str, l2norm: bool):
                 release(x, x.s_free, half)
                 T.call_extern(
                     "handle", f"flashqla::add_error_product<{element}>", dk_sum.data, product.data, T.access_ptr(x.k_smem[half, 0, 0], "r"),
-                    T.access_ptr(x.record_smem[s, 0, 0], "r"), SMALL_BETA, T.access_ptr(x.sums[KEY + half * PARTS], "r"),
+                    T.access_ptr(x.record_smem[s, 0, 0], "r"), T.access_ptr(x.sums[KEY + half * PARTS], "r"),
                 )
                 T.call_extern("handle", "flashqla::begin_product<8>", product.data, T.access_ptr(x.u_smem[s, 0, 0, 0], "r"), T.access_ptr(x.ds_smem[half, 0, 0, 0], "r"), False)
                 T.call_extern("handle", "flashqla::end_product", product.data)
@@ -217,7 +216,7 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.wgmma_gemm(x.dy_smem[for_dy, h, :, :], x.u_smem[for_dy, h, :, :], product, transpose_B=True, clear_accum=h == 0)
                 T.wait_wgmma(0)
                 T.call_extern(
-                    "handle", f"flashqla::key_scores<{element}>", product.data, kk.data, T.access_ptr(x.record_smem[s, 0, 0], "r"), SMALL_BETA,
+                    "handle", f"flashqla::key_scores<{element}>", product.data, kk.data, T.access_ptr(x.record_smem[s, 0, 0], "r"),
                     T.access_ptr(x.x_smem[0, 0], "r"), row_sum.data, column_sum.data, beta_sum.data, diagonal.data,
                 )
                 T.fence_proxy_async()
@@ -369,7 +368,7 @@ def build_gradients(dtype: str, l2norm: bool):
                     T.call_extern(
                         "handle", f"flashqla::gate_gradients<{element}>", factors.data, sums.data,
                         T.address_of(v[first, head, 0]), v0, T.address_of(x.dv[first, head, 0]), hv * HEAD_DIM,
-                        T.address_of(dg[first, head]), T.address_of(dbeta[first, head]), hv, rows, SMALL_BETA,
+                        T.address_of(dg[first, head]), T.address_of(dbeta[first, head]), hv, rows,
                     )
                     count = count + 1
             else:

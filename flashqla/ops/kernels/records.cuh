@@ -3,7 +3,10 @@ namespace flashqla {
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-constexpr float kSmallBeta = 1.f / 1024.f;
+// A beta of which the gradient does not come from what was scaled by it. What dY is handed out with, and what is left of beta beside that.
+__device__ __forceinline__ bool is_small(float beta) { return fabsf(beta) < 1.f / 1024.f; }
+__device__ __forceinline__ float given_beta(float beta) { return is_small(beta) ? 1.f : beta; }
+__device__ __forceinline__ float other_beta(float beta) { return is_small(beta) ? beta : 1.f; }
 
 __device__ __forceinline__ int own_token() { return 4 * (threadIdx.x & 15); }
 // This lane's tokens of a head, the chunk's being from `first` on, 0 past `rows`; as they are, so that nothing has to wait for them yet.
@@ -27,7 +30,7 @@ __device__ __forceinline__ void put_record(float* record, const float* sum, floa
   for (int e = 0; e < 4; ++e) decay[e] = ex2(sum[e]);
   put_four(record, [&](int e) { return sum[e] + lq[e]; });
   put_four(record + 64, [&](int e) { return sum[e] - lk[e]; });
-  put_four(record + 128, [&](int e) { return kBackward ? (fabsf(beta[e]) < kSmallBeta ? 1.f : beta[e]) : decay[e] * rk[e]; });
+  put_four(record + 128, [&](int e) { return kBackward ? given_beta(beta[e]) : decay[e] * rk[e]; });
   put_four(record + 192, [&](int e) { return scale * decay[e] * rq[e]; });
   put_four(record + 256, [&](int e) { return ex2(total - sum[e]) * rk[e]; });
   if (own_token() == 0) *reinterpret_cast<float2*>(record + 320) = make_float2(ex2(total), total);

@@ -6,7 +6,18 @@ shared memory, barriers, thread index, sizes.
 
 import tilelang.language as T
 
-from flashqla.ops.kernels.common import BETA, CHUNK, CHUNK_DECAY, COL_LOG, ERROR_DECAY, HEAD_DIM, KEY_LOG, OUT_SCALE, ROW_LOG, TILE, WARP
+from flashqla.ops.kernels.common import (
+    BETA,
+    CHUNK,
+    CHUNK_DECAY,
+    COL_LOG,
+    ERROR_DECAY,
+    HEAD_DIM,
+    KEY_LOG,
+    ROW_LOG,
+    TILE,
+    WARP,
+)
 
 OUT_STAGES = 2  # of P
 
@@ -68,8 +79,7 @@ def first_decay(x, s):
 
 @T.macro
 def score(x, scale, dtype):
-    """The role SCORE: P = scale * lower(Q K^T) * R of every chunk. Where it `leads`, whoever has waited for P has waited for all that is loaded of the
-    chunk."""
+    """The role SCORE: P = scale * lower(Q K^T) * R of every chunk. If STATE is to be ahead, whoever has waited for P has waited for all of the chunk."""
     P = T.alloc_fragment((CHUNK, CHUNK), "float32")
     P_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
     once: T.int32 = T.call_extern("int32", "flashqla::once", x.chunks)
@@ -79,7 +89,7 @@ def score(x, scale, dtype):
         T.barrier_wait(x.qk_ready[s], (i // x.qk_stages) & 1)
         T.wgmma_gemm(x.q_smem[s, :, :], x.k_smem[s, :, :], P, transpose_B=True, clear_accum=True)
         # Above the diagonal the exponential may overflow: a choice, not a product with 0.
-        if x.leads:  # and has registers for R
+        if x.ahead:  # there are registers for R, which is made beside the product
             R = T.alloc_fragment((CHUNK, CHUNK), "float32")
             T.call_extern(
                 "handle", "flashqla::make_ratios", R.data, T.address_of(x.record_smem[s, ROW_LOG, 0]), T.address_of(x.record_smem[s, COL_LOG, 0]), scale, once,
