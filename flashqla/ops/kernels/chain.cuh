@@ -48,7 +48,7 @@ template <typename Barrier> __device__ __forceinline__ void wait_unless(int over
 }
 
 // to[v, t] = tokens_of[v, t] * factors[t], of which this thread has those of its columns. There and then.
-template <typename To, typename Element> __device__ __forceinline__ void scaled_columns(To* to, const Element* tokens_of, const float* factors, int rounds) {
+template <typename Element> __device__ __forceinline__ void scaled_columns(Element* to, const Element* tokens_of, const float* factors, int rounds) {
 #pragma unroll 1
   do {
 #pragma unroll
@@ -57,12 +57,7 @@ template <typename To, typename Element> __device__ __forceinline__ void scaled_
       float left, right;
       asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(left) : "f"(x.x), "f"(factors[e / 4 * 2]));
       asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(right) : "f"(x.y), "f"(factors[e / 4 * 2 + 1]));
-      if constexpr (sizeof(To) == 2) {
-        *reinterpret_cast<unsigned*>(to + e) = pack<To>(left, right);
-      } else {
-        to[e] = left;
-        to[e + 1] = right;
-      }
+      *reinterpret_cast<unsigned*>(to + e) = pack<Element>(left, right);
     }
   } while (--rounds > 0);
 }

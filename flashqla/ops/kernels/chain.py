@@ -59,10 +59,13 @@ from flashqla.ops.kernels.common import (
 )
 from flashqla.ops.kernels.roles import (
     OUT_STAGES,
+    decay_state,
     first_decay,
     load_v,
     peek,
+    prediction_error,
     release,
+    scale_columns,
     score,
     wait_unless,
 )
@@ -71,7 +74,7 @@ from flashqla.ops.kernels.segments import BEHIND, FIRST, FOUND, INDEX, LENGTH, P
 HALVES = HEAD_DIM // TILE
 QK, VA = range(2)  # of what is loaded
 # Registers a thread of STATE, SCORE (reverse only) and the rest, by direction and number of state warpgroups: no more than the CTA starts with.
-REGISTERS = {(False, 1): (216, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 40), (True, 2): (192, 88, 40)}
+REGISTERS = {(False, 1): (200, 0, 40), (False, 2): (232, 0, 40), (True, 1): (232, 152, 40), (True, 2): (192, 88, 40)}
 
 
 @tilelang.jit(target=HOPPER, pass_configs=MANUAL_ROLES)
@@ -140,60 +143,32 @@ def build_chain(kind: str, v_tile: int, dtype: str, state_dtype: str):
         T.barrier_arrive(x.y_ready[0])
 
     @T.macro
-    def enter_state(i, is_last, S, S_in, X, V, beta_V, factor, once, x, w):
-        """X = K S of chunk i, and beside it what W is made of besides."""
-        s = i % qk_stages
-        T.copy(S, S_in)
-        T.wgmma_gemm(S_in, x.k_smem[i % qk_stages, :, :], X, transpose_B=True, clear_accum=True)
-        wait_unless(is_last, x.va_ready[i % stages], (i // stages) & 1)
-        T.call_extern("handle", "flashqla::load_transposed", V.data, T.access_ptr(x.v_smem[i % stages, w, 0, 0], "r"))
-        T.copy(x.record_smem[s, BETA, :], factor)
-        T.call_extern("handle", "flashqla::scaled_columns", beta_V.data, V.data, factor.data, once)
-        T.copy(x.record_smem[s, ERROR_DECAY, :], factor)
-        T.wait_wgmma(0)
-
-    @T.macro
     def state_forward(x, w):
-        """As the reverse recurrence with one state warpgroup: K S of a chunk is begun before the loop turns, one chunk more than there is is entered."""
         S = T.alloc_fragment((TILE, HEAD_DIM), "float32")
         S_in = T.alloc_fragment((TILE, HEAD_DIM), dtype)
         X = T.alloc_fragment((TILE, CHUNK), "float32")
-        V = T.alloc_local((TILE * CHUNK // WARP_GROUP,), dtype)
+        V = T.alloc_fragment((TILE, CHUNK), dtype)
         W = T.alloc_fragment((TILE, CHUNK), dtype)
-        U = T.alloc_fragment((TILE, CHUNK), dtype)
-        beta_V = T.alloc_fragment((TILE, CHUNK), "float32")
-        once: T.int32 = T.call_extern("int32", "flashqla::once", x.chunks)
-        factor = T.alloc_fragment((CHUNK,), "float32")
         read_state(S, x, w)
-        if x.chunks > 0:
-            T.barrier_wait(x.qk_ready[0], 0)
-            enter_state(0, 0, S, S_in, X, V, beta_V, factor, once, x, w)
-            for i in T.unroll(x.chunks, unroll_factor=1):
-                s = i % qk_stages
-                p = i % stages
-                after: T.int32 = i + 1
-                for v, t in T.Parallel(TILE, CHUNK):
-                    W[v, t] = beta_V[v, t] + X[v, t] * factor[t]
-                T.wgmma_gemm(W, x.a_smem[p, :, :], X, transpose_B=True, clear_accum=True)
-                T.copy(x.record_smem[s, KEY_DECAY, :], factor)
-                hand_out_state(S_in, i, x, w)
-                T.call_extern("handle", "flashqla::scale_in_place", S.data, x.record_smem[s, CHUNK_DECAY, 0], once)
-                is_last: T.int32 = T.if_then_else(after == x.chunks, 1, 0)
-                is_there: T.int32 = is_last | peek(x.qk_ready[after % qk_stages], (after // qk_stages) & 1)
-                has_room: T.int32 = peek(x.y_free[0], (i & 1) ^ 1)
-                T.wait_wgmma(0)
-                T.barrier_arrive(x.va_free[p])
-                for v, t in T.Parallel(TILE, CHUNK):
-                    W[v, t] = X[v, t] * factor[t]
-                T.wgmma_gemm(W, x.k_smem[s, :, :], S)
-                T.copy(X, U)
-                wait_unless(has_room, x.y_free[0], (i & 1) ^ 1)
-                T.call_extern("handle", "flashqla::store_transposed", T.access_ptr(x.y_smem[w, 0, 0], "r"), U.data)
-                T.barrier_arrive(x.y_ready[0])
-                wait_unless(is_there, x.qk_ready[after % qk_stages], (after // qk_stages) & 1)
-                T.wait_wgmma(0)
-                release(x, x.qk_free, s)
-                enter_state(after, is_last, S, S_in, X, V, beta_V, factor, once, x, w)
+        for i in T.unroll(x.chunks, unroll_factor=1):
+            s = i % qk_stages
+            T.copy(S, S_in)
+            T.barrier_wait(x.qk_ready[s], (i // qk_stages) & 1)
+            T.wgmma_gemm(S_in, x.k_smem[s, :, :], X, transpose_B=True, clear_accum=True)
+            load_v(V, i, x, w)
+            T.wait_wgmma(0)
+            prediction_error(W, V, X, i, x)
+            T.wgmma_gemm(W, x.a_smem[i % stages, :, :], X, transpose_B=True, clear_accum=True)
+            hand_out_state(S_in, i, x, w)
+            decay_state(S, i, x)
+            T.wait_wgmma(0)
+            T.barrier_arrive(x.va_free[i % stages])
+            scale_columns(W, X, KEY_DECAY, i, x)
+            T.wgmma_gemm(W, x.k_smem[s, :, :], S)
+            T.copy(X, V)
+            hand_out_y(V, i, x, w)
+            T.wait_wgmma(0)
+            release(x, x.qk_free, s)
 
     def chunk_decay(s, x):
         """Decay of a chunk, but for that of its first token if that stays apart."""

@@ -7,10 +7,15 @@ shared memory, barriers, thread index, sizes.
 import tilelang.language as T
 
 from flashqla.ops.kernels.common import (
+    BETA,
     CHUNK,
+    CHUNK_DECAY,
     COL_LOG,
+    ERROR_DECAY,
+    HEAD_DIM,
     KEY_LOG,
     ROW_LOG,
+    TILE,
     WARP,
 )
 
@@ -32,6 +37,32 @@ def peek(barrier, parity):
 
 def wait_unless(is_over, barrier, parity):
     return T.call_extern("handle", "flashqla::wait_unless", is_over, barrier, parity)
+
+
+@T.macro
+def scale_columns(to, tokens_of, row, i, x):
+    """to[v, t] = tokens_of[v, t] * record[row, t]"""
+    factor = T.alloc_fragment((CHUNK,), "float32")
+    T.copy(x.record_smem[i % x.qk_stages, row, :], factor)
+    for v, t in T.Parallel(TILE, CHUNK):
+        to[v, t] = tokens_of[v, t] * factor[t]
+
+
+@T.macro
+def prediction_error(W, V, X, i, x):
+    """W = beta V - beta decay X, X = K S."""
+    beta = T.alloc_fragment((CHUNK,), "float32")
+    error_decay = T.alloc_fragment((CHUNK,), "float32")
+    T.copy(x.record_smem[i % x.qk_stages, BETA, :], beta)
+    T.copy(x.record_smem[i % x.qk_stages, ERROR_DECAY, :], error_decay)
+    for v, t in T.Parallel(TILE, CHUNK):
+        W[v, t] = V[v, t] * beta[t] + X[v, t] * error_decay[t]
+
+
+@T.macro
+def decay_state(S, i, x):
+    for v, k in T.Parallel(TILE, HEAD_DIM):
+        S[v, k] = S[v, k] * x.record_smem[i % x.qk_stages, CHUNK_DECAY, 0]
 
 
 @T.macro
