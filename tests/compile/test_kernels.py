@@ -217,10 +217,8 @@ def test_chain(arguments: tuple[str, int, str, str]) -> None:
     assert built.source.count("scale_in_place(") == reverse * (groups + ahead + groups * (dtype == "float16"))
     assert built.source.count("make_ratios(") == ahead
     # A barrier is asked for P, and for room for y, before it is waited for.
-    asked = re.findall(r"peek\((\w+)\[", built.source)
-    assert (
-        asked == re.findall(r"wait_unless\(\w+, (\w+)\[", built.source) == ["p_ready", "y_free"][: ahead * (1 + writes)]
-    )
+    asked, waited = (re.findall(call + r"(\w+)\[", built.source) for call in (r"peek\(", r"wait_unless\(\w+, "))
+    assert asked == waited == ["p_ready", "y_free"][: ahead * (1 + writes)]
     # STORE fences what the state warpgroups have handed out, when it is there and before it is copied.
     guard = r"(?:\} if \([^;{]*\) \{ )?"  # TileLang repeats a condition around each statement under it
     handed_out = rf"store_tiles\([^;]*; {guard}s_ready[^;]*arrive\(\);"
